@@ -17,6 +17,7 @@ from distseg.data.formats.georeference import Georeference, matrix_in_millimeter
 from distseg.data.formats.ngff import multiscale_in
 from distseg.data.formats.readers import open_image, open_mask, stem_of
 from distseg.data.store.store import Store
+from distseg.inference.image_source import file_image
 from distseg.tiling.tile import Box
 
 zarr = pytest.importorskip("zarr")
@@ -191,6 +192,41 @@ def test_folders_are_prepared_with_their_labels(tmp_path, capsys):
     (tmp_path / "i/train/v0.ome.zarr").rename(tmp_path / "i/other/v0.ome.zarr")
     assert run(*words, "--overwrite") == 2
     assert "other holds images, but would not be read" in capsys.readouterr().err
+
+
+def test_a_lower_level_is_read_with_its_mask(tmp_path, capsys):
+    image, mask = noise((3, 20, 30)), noise((20, 30), "uint8") % 2
+    for folder, array, names in (("i", image, "cyx"), ("m", mask, "yx")):
+        (tmp_path / folder).mkdir()
+        made_image(tmp_path / folder / "a.zarr", array, names)
+    flags = "--masks", tmp_path / "m", "--classes", "a,b", "--overwrite"
+    assert run("prepare", tmp_path / "i", tmp_path / "s.h5", *flags, "--level", "1") == 0
+    store, box = Store(tmp_path / "s.h5"), Box((0, 0), (10, 15))
+    assert np.array_equal(store.read("a", box), image[:, ::2, ::2])
+    assert np.array_equal(store.labels("a", box), mask[::2, ::2])
+    (x, y), (a, b) = ((m[0][0], m[1][1]) for m in map(matrix_of, (
+        open_image(tmp_path / "i/a.zarr").place, store.place("a"),
+    )))  # fmt: skip
+    assert (a, b) == (2 * x, 2 * y)
+    assert run("prepare", tmp_path / "i", tmp_path / "s.h5", *flags, "--level", "2") == 2
+    assert "--level is 2, but" in (err := capsys.readouterr().err) and "has 2 levels" in err
+    assert run("prepare", tmp_path / "i", tmp_path / "s.h5", *flags, "--reference") == 2
+    assert "i/a.zarr is a folder (OME-Zarr): leave --reference out" in capsys.readouterr().err
+
+
+def test_a_lower_level_is_predicted(tmp_path):
+    array = noise((3, 20, 30))
+    path = str(made_image(tmp_path / "a.zarr", array, "cyx"))
+    manifest = {"data": {"mean": [1.0] * 3, "std": [2.0] * 3, "size": [20, 30]}}
+    high, low = (file_image(path, manifest, level=level) for level in (0, 1))
+    assert low.size == (10, 15) and low.identity != high.identity
+    assert np.array_equal(low.read(Box((0, 0), (10, 15))), (array[:, ::2, ::2] - 1.0) / 2)
+
+
+def test_other_files_have_no_levels(tmp_path):
+    np.save(tmp_path / "a.npy", noise((20, 30)))
+    with pytest.raises(ValueError, match="--level is 1, but .*a.npy is no OME-Zarr image"):
+        open_image(tmp_path / "a.npy", level=1)
 
 
 def test_recursive_search_does_not_look_into_images(tmp_path):

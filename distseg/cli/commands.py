@@ -132,6 +132,7 @@ def run_predict(
     split: str,
     output: str,
     nodata: str | None = None,
+    level: int = 0,
 ) -> int:
     """Write the class maps of image files, or of the images of a split of the store.
 
@@ -147,6 +148,7 @@ def run_predict(
         output: the folder for the results.
         nodata: the number that stands for no data in image files, as text; None to use the number
             that each file declares.
+        level: the resolution of OME-Zarr images; 0 is the highest.
     """
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
@@ -169,11 +171,16 @@ def run_predict(
                 f"--nodata is {nodata}, but a store has its own no-data value: use --nodata with "
                 f"--images only"
             )
+        if level and not images:
+            raise ValueError(
+                f"--level is {level}, but the images of a store have one resolution: use --level "
+                "with --images only"
+            )
         if images:
             missing = None if nodata is None else parse(nodata)
             sources = {
                 stem_of(path): partial(
-                    file_image, path, manifest, missing, config.data.shrink, settings.scratch
+                    file_image, path, manifest, missing, config.data.shrink, settings.scratch, level
                 )
                 for path in images
             }
@@ -449,6 +456,7 @@ def run_prepare(arguments) -> int:
             arguments.alpha,
             arguments.pages,
             arguments.reference,
+            arguments.level,
         )
         print(closing_of_preparation(arguments.output))
         return 0
@@ -485,6 +493,7 @@ def run_prepare(arguments) -> int:
         alpha=arguments.alpha,
         pages=arguments.pages,
         reference=arguments.reference,
+        level=arguments.level,
         parts=arguments.parts and Size(arguments.parts),
     )
     if not arguments.dry_run:

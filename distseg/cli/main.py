@@ -748,6 +748,12 @@ def _predict(arguments: list[str]) -> int:
         help="The number that stands for no data in --images, such as -9999 or nan; by default "
         "what a TIFF file says of itself.",
     )
+    parser.add_argument(
+        "--level",
+        type=int,
+        default=0,
+        help="The resolution of OME-Zarr images in --images: 0 is the highest, 1 the next one.",
+    )
 
     @_joint
     def settle() -> tuple[Config, dict]:
@@ -758,6 +764,7 @@ def _predict(arguments: list[str]) -> int:
                 "files: leave one of them out"
             )
         check_folder(flags["output"], "--output")
+        _check_count("--level", flags["level"], 0)
         return config, flags
 
     with job(settle) as (config, flags, comm):
@@ -772,6 +779,7 @@ def _predict(arguments: list[str]) -> int:
             flags["split"] or "test",
             flags["output"],
             flags["nodata"],
+            flags["level"],
         )
 
 
@@ -1095,6 +1103,12 @@ def _prepare(arguments: list[str]) -> int:
         "are assigned to the splits. So one large image is enough for train, val and test.",
     )
     parser.add_argument(
+        "--level",
+        type=int,
+        default=0,
+        help="The resolution of OME-Zarr images and masks: 0 is the highest, 1 the next one.",
+    )
+    parser.add_argument(
         "--absent",
         type=str | None,
         default=None,
@@ -1158,6 +1172,7 @@ def _prepare(arguments: list[str]) -> int:
             "recursive",
             "reference",
             "parts",
+            "level",
             "split",
             *(["seed"] if parsed.source != "ultramnist" else []),
         )
@@ -1200,6 +1215,7 @@ def _prepare(arguments: list[str]) -> int:
                 f"FOLDER, or leave --{flag} out"
             )
     _check_file(parsed.output, "the store")
+    _check_count("--level", parsed.level, 0)
     from distseg.cli.commands import run_prepare
 
     return run_prepare(parsed)

@@ -35,6 +35,7 @@ def prepare_labelled(
     alpha: str | None = None,
     pages: str | None = None,
     reference: bool = False,
+    level: int = 0,
 ) -> Store:
     """Write images with one label each into a store, and print a summary of the store.
 
@@ -53,6 +54,7 @@ def prepare_labelled(
         alpha: how to treat an alpha band (:func:`distseg.data.prepare.prepare_folder`).
         pages: ``bands`` or ``volume`` (:func:`distseg.data.prepare.prepare_folder`).
         reference: True to refer to the image files (:func:`distseg.data.prepare.prepare_folder`).
+        level: the resolution of OME-Zarr images; 0 is the highest.
 
     Raises:
         ValueError: a file or line is wrong; the message names it. No store is left behind.
@@ -88,7 +90,7 @@ def prepare_labelled(
     for path, label, split in found:
         # Folders of different classes may hold files of the same name.
         name = f"{label}-{stem_of(path)}" if table is None else stem_of(path)
-        pairs.append(replace(opened(split, path, None, DIMS[pages], alpha), name=name))
+        pairs.append(replace(opened(split, path, None, DIMS[pages], alpha, level=level), name=name))
     check_alike(pairs)
     needed, notes = stored_bytes(pairs, labels=False, reference=reference), []
     if reference:

@@ -45,13 +45,14 @@ class MaskForm:
         """The rule for the values of polygons."""
         return ValueRule(self.attribute, self.names, self.instances is not None)
 
-    def open(self, path: Path, dims: int, grid: ImageGrid | None = None) -> Reader:
+    def open(self, path: Path, dims: int, grid: ImageGrid | None = None, level: int = 0) -> Reader:
         """Return a reader of the labels in a mask, which has one band of integers.
 
         Args:
             path: the file.
             dims: number of spatial dims.
             grid: the pixels of the image, on which polygons are drawn; needed for vector files.
+            level: the resolution of an OME-Zarr image; other files are read as they are.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -65,8 +66,8 @@ class MaskForm:
                 f"class, but the mask {path} is no vector file: leave --attribute out"
             )
         if self.colours is not None:
-            return ColourReader(open_coloured(path, dims), self.colours)
-        reader = open_mask(path, dims)
+            return ColourReader(open_coloured(path, dims, level), self.colours)
+        reader = open_mask(path, dims, level)
         if self.instances is not None:
             return InstanceReader(reader, self.instances == "border")
         return reader

@@ -54,6 +54,7 @@ class Pair:
     part: Box | None = None  # the part of the file's image that is the image; None for all of it
     whole: tuple[int, ...] | None = None  # the size of the file's image, if this is a part of it
     page: int | None = None  # index of the slice that is the image; None for the whole file
+    level: int = 0  # the resolution of an OME-Zarr image
     form: MaskForm = PLAIN  # how the mask encodes the classes
     place: Georeference | None = field(default=None, compare=False)  # the image's georeference
     polygons: int | None = None  # polygons of a vector file that overlap the image
@@ -70,14 +71,16 @@ class Pair:
         The arguments are those of :func:`distseg.data.formats.readers.open_image`.
         """
         if self.page is None:
-            return _part_of(open_image(self.image, dims, alpha=alpha), self.part)
-        return PageReader(open_image(self.image, 3, alpha=alpha), self.page)
+            whole = open_image(self.image, dims, alpha=alpha, level=self.level)
+            return _part_of(whole, self.part)
+        return PageReader(open_image(self.image, 3, alpha=alpha, level=self.level), self.page)
 
     def open_mask(self) -> Reader:
         """Return a reader of the labels in the mask (:meth:`distseg.data.masks.MaskForm.open`)."""
         if self.page is None:
-            return _part_of(self.form.open(self.mask, len(self.size), self.grid), self.part)
-        return PageReader(self.form.open(self.mask, 3), self.page)
+            whole = self.form.open(self.mask, len(self.size), self.grid, self.level)
+            return _part_of(whole, self.part)
+        return PageReader(self.form.open(self.mask, 3, level=self.level), self.page)
 
 
 def _part_of(reader: Reader, part: Box | None) -> Reader:
@@ -94,6 +97,7 @@ def find_pairs(
     alpha: str | None = None,
     form: MaskForm = PLAIN,
     nested: bool = False,
+    level: int = 0,
 ) -> list[Pair]:
     """Return the pairs of images and masks in two folders, each with its split.
 
@@ -109,6 +113,7 @@ def find_pairs(
         alpha: how to treat an alpha band (:func:`distseg.data.formats.readers.open_image`).
         form: how masks encode the classes.
         nested: True to read subfolders too (:func:`distseg.data.nested.paired_below`).
+        level: the resolution of OME-Zarr images and masks.
 
     Raises:
         ValueError: there is no image, no image is in the split train, a file has no partner or
@@ -129,7 +134,7 @@ def find_pairs(
         files = [(split_of[name], name, image, mask) for name, image, mask in there]
     check_train([split for split, *_ in files], images)
     pairs = [
-        replace(opened(split, image, mask, DIMS[pages], alpha, form), name=name)
+        replace(opened(split, image, mask, DIMS[pages], alpha, form, level), name=name)
         for split, name, image, mask in files
     ]
     if pages == "images":
@@ -215,6 +220,7 @@ def opened(
     dims: int | None,
     alpha: str | None = None,
     form: MaskForm = PLAIN,
+    level: int = 0,
 ) -> Pair:
     """Return the pair of an image and its mask, with the facts from their headers.
 
@@ -225,12 +231,13 @@ def opened(
         dims: number of spatial dims of the image; None: the file decides.
         alpha: how to treat an alpha band; None treats it as a validity mask.
         form: how the mask encodes the classes.
+        level: the resolution of an OME-Zarr image or mask.
 
     Raises:
         ValueError: a file cannot be read, the meaning of its pages is unclear or contradicts
             ``dims``, or image and mask differ in their size or their georeference.
     """
-    reader, labels = open_image(image, dims, alpha=alpha or MASK), None
+    reader, labels = open_image(image, dims, alpha=alpha or MASK, level=level), None
     if reader.stack and reader.bands > _MOST_BANDS:
         raise ValueError(
             f"{image} holds {reader.bands} pages (or an array with {reader.bands} layers) of "
@@ -245,7 +252,8 @@ def opened(
             "without names of its pages, or with the pages as slices (axes ZYX)"
         )
     if mask is not None:
-        labels = form.open(mask, len(reader.size), ImageGrid(image, reader.size, reader.place))
+        grid = ImageGrid(image, reader.size, reader.place)
+        labels = form.open(mask, len(reader.size), grid, level)
         if labels.size != reader.size:
             raise ValueError(
                 f"{image} has {Size(reader.size)} pixels, but its mask {mask} has "
@@ -270,6 +278,7 @@ def opened(
         reader.notes,
         labels.notes if labels else (),
         labels and labels.palette,
+        level=level,
         form=form,
         place=reader.place,
         polygons=labels and labels.polygons,

@@ -59,6 +59,7 @@ def prepare_folder(
     nested: bool = False,
     reference: bool = False,
     parts: Size | None = None,
+    level: int = 0,
 ) -> Store | None:
     """Write the images and masks of two folders into a store, and print a summary of the store.
 
@@ -98,6 +99,7 @@ def prepare_folder(
         parts: number of parts along each dim into which each image is cut; each part becomes an
             image of the store. If the images are not in folders of splits, parts are assigned to
             splits by the shares. None to keep images whole.
+        level: the resolution of OME-Zarr images and masks; 0 is the highest.
 
     Returns:
         The new store; None if ``dry`` is True.
@@ -111,7 +113,7 @@ def prepare_folder(
     folders = Path(images_dir), None if masks_dir is None else Path(masks_dir)
     others = form.names
     form = replace(form, names=(*((name, k) for k, name in enumerate(classes)), *others))
-    pairs = find_pairs(*folders, splits, seed, pages, alpha, form, nested)
+    pairs = find_pairs(*folders, splits, seed, pages, alpha, form, nested, level)
     if parts is not None:
         if pages == "images":
             raise ValueError(
@@ -135,6 +137,7 @@ def prepare_folder(
         "attribute": form.attribute,
         "names": dict(others),
         "recursive": nested,
+        "level": level,
         "parts": None if parts is None else str(parts),
     }
     expected = stored_bytes(pairs, masks_dir is not None, reference)

@@ -31,8 +31,15 @@ def check_referable(pairs: Sequence[Pair]) -> list[str]:
     """Return notes on images whose crops are slow to read from their files.
 
     Raises:
-        ValueError: an image is too large to be decoded again for crops.
+        ValueError: an image is too large to be decoded again for crops, or it or its mask is a
+            folder.
     """
+    for path in [path for pair in pairs for path in (pair.image, pair.mask) if path is not None]:
+        if path.is_dir():
+            raise ValueError(
+                f"--reference refers to plain files, but {path} is a folder (OME-Zarr): leave "
+                "--reference out, so that the store holds the pixels"
+            )
     slow = [pair for pair in pairs if pair.kept]
     for pair in slow:
         if pair.kept > MOST_KEPT:

@@ -72,6 +72,7 @@ def file_image(
     nodata: int | float | None = None,
     shrink: int = 1,
     scratch: str | None = None,
+    level: int = 0,
 ) -> ImageSource:
     """Return an image of a file, normalised with the mean and std of the bands in the training.
 
@@ -86,6 +87,7 @@ def file_image(
             each dim (``data.shrink``).
         scratch: the folder for images that can only be decoded whole
             (:func:`distseg.data.formats.readers.open_image`).
+        level: the resolution of an OME-Zarr image; 0 is the highest.
 
     Raises:
         ValueError: the number of bands or the dtype is not that of the training, or ``nodata`` or
@@ -95,9 +97,9 @@ def file_image(
     data = manifest["data"]
     mean, std = np.asarray(data["mean"]), np.asarray(data["std"])
     dims = len(data["size"]) if data.get("size") else None
-    reader = open_image(path, dims, scratch=scratch)
+    reader = open_image(path, dims, scratch=scratch, level=level)
     if reader.alpha is not None and reader.bands + 1 == len(mean):
-        reader = open_image(path, dims, scratch=scratch, alpha=BAND)
+        reader = open_image(path, dims, scratch=scratch, alpha=BAND, level=level)
     number = reader.nodata if nodata is None else fitting(nodata, reader.dtype)
     if nodata is not None and number is None:
         raise ValueError(
@@ -139,8 +141,10 @@ def file_image(
         found = missing(pixels, number, valid)
         return None if found is None else found.all(0)
 
-    remarks = ("" if number is None else f", no data is {number}") + (
-        ", transparency is no data" if reader.alpha is not None else ""
+    remarks = (
+        ("" if number is None else f", no data is {number}")
+        + (", transparency is no data" if reader.alpha is not None else "")
+        + (f", level {level}" if level else "")
     )
     source = "; ".join(map(_file_identity, (path, *reader.sources))) + remarks
     known = number is not None or reader.masked

@@ -32,10 +32,10 @@ _KNOWN = {"t": "time", "c": "channel", "z": "space", "y": "space", "x": "space"}
 
 @dataclass(frozen=True)
 class Multiscale:
-    """Image of several resolutions, of which only the highest is read.
+    """Image of several resolutions (levels), of which one is read.
 
     Attributes:
-        level: the path of the array with the highest resolution, relative to the image.
+        level: the path of the array of this level, relative to the image.
         axes: the names of the array's axes, such as ("t", "c", "z", "y", "x").
         scale: the distance of two pixels along each axis.
         translation: the position of the middle of the first pixel along each axis.
@@ -68,17 +68,20 @@ class Multiscale:
         return found
 
 
-def multiscale_in(attributes: Mapping[str, Any], version: int, path: Path) -> Multiscale:
+def multiscale_in(
+    attributes: Mapping[str, Any], version: int, path: Path, level: int = 0
+) -> Multiscale:
     """Return the image that the attributes of a zarr group describe.
 
     Args:
         attributes: the attributes.
         version: the version of zarr, 2 or 3.
         path: the group's folder, for messages.
+        level: the resolution to read; 0 is the highest.
 
     Raises:
-        ValueError: the group is not an image of a supported version, or its metadata contradict
-            themselves.
+        ValueError: the group is not an image of a supported version, has no such level, or its
+            metadata contradict themselves.
     """
     about = attributes.get("ome", {}) if version == 3 else attributes
     several = about.get("multiscales") if isinstance(about, Mapping) else None
@@ -92,7 +95,7 @@ def multiscale_in(attributes: Mapping[str, Any], version: int, path: Path) -> Mu
                 f"{path} has OME-NGFF metadata of version {number} in zarr v{version}, but "
                 "distseg reads 0.4 in zarr v2 and 0.5 in zarr v3: convert it to one of these"
             )
-        found = _multiscale(first, path)
+        found = _multiscale(first, path, level)
     except (AttributeError, IndexError, KeyError, TypeError) as e:
         raise ValueError(
             f"{path} has OME-NGFF metadata that are not complete or of a wrong form "
@@ -123,23 +126,29 @@ def _no_image(about: Any, path: Path) -> ValueError:
     return ValueError(f"{path} is a zarr group that holds {what}: {repair}")
 
 
-def _multiscale(about: Mapping[str, Any], path: Path) -> Multiscale:
-    """Return the image that an entry of ``multiscales`` describes."""
+def _multiscale(about: Mapping[str, Any], path: Path, level: int) -> Multiscale:
+    """Return the image that an entry of ``multiscales`` describes, with the level to read."""
     axes, units = _axes(about["axes"], path)
     levels = about["datasets"]
-    scale, translation = _placed(levels[0], len(axes), path)
-    for level in levels[1:]:
+    if not 0 <= level < len(levels):
+        raise ValueError(
+            f"--level is {level}, but {path} has {len(levels)} levels: give a number from 0 (the "
+            f"highest resolution) to {len(levels) - 1}"
+        )
+    first, _ = _placed(levels[0], len(axes), path)
+    for other in levels[1:]:
         finer = [
             name
-            for name, ours, theirs in zip(axes, scale, _placed(level, len(axes), path)[0])
+            for name, ours, theirs in zip(axes, first, _placed(other, len(axes), path)[0])
             if name in _SPACE and theirs < ours
         ]
         if finer:
             raise ValueError(
-                f"{path}: the level {level['path']} has smaller pixels along {finer[0]} than the "
+                f"{path}: the level {other['path']} has smaller pixels along {finer[0]} than the "
                 f"first level {levels[0]['path']}, which must have the highest resolution: write "
                 "the levels from the largest to the smallest"
             )
+    scale, translation = _placed(levels[level], len(axes), path)
     outer = about.get("coordinateTransformations")
     if outer:
         more = _placed(about, len(axes), path)
@@ -151,7 +160,7 @@ def _multiscale(about: Mapping[str, Any], path: Path) -> Multiscale:
         scale[at], translation[at] = scale[at] * factor, translation[at] * factor
     placed = any(units[at] or scale[at] != 1 or translation[at] for at in spatial)
     return Multiscale(
-        _inside(levels[0]["path"], path),
+        _inside(levels[level]["path"], path),
         tuple(axes),
         tuple(scale),
         tuple(translation),

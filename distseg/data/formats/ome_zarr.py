@@ -25,11 +25,12 @@ def is_zarr_folder(path: Path) -> bool:
 
 
 class OmeZarrReader(Reader):
-    """Reader of the highest resolution of an OME-Zarr image: (c, z, y, x) or (c, y, x).
+    """Reader of one resolution of an OME-Zarr image: (c, z, y, x) or (c, y, x).
 
     Args:
         path: the folder of the image.
         dims: number of spatial dims; by default 3, or 2 without an axis z or for a single slice.
+        level: the resolution; 0 is the highest.
 
     Attributes:
         place: the scale and translation of the image as a georeference.
@@ -38,7 +39,7 @@ class OmeZarrReader(Reader):
         ValueError: zarr is not installed, or the folder is no image that distseg reads.
     """
 
-    def __init__(self, path: Path, dims: int | None = None):
+    def __init__(self, path: Path, dims: int | None = None, level: int = 0):
         super().__init__(path)
         if not path.is_dir():
             raise ValueError("it is a file, but an OME-Zarr image is a folder")
@@ -48,7 +49,7 @@ class OmeZarrReader(Reader):
                 f"{path} is a zarr array without OME-NGFF metadata, so the meaning of its axes is "
                 "unknown: write it as OME-Zarr, or as npy"
             )
-        image = multiscale_in(attributes, version, path)
+        image = multiscale_in(attributes, version, path, level)
         folder = path / image.level
         if not folder.resolve().is_relative_to(path.resolve()):
             raise ValueError(f"{path} has a level {image.level} that is a link out of it: copy it")

@@ -68,7 +68,11 @@ def stem_of(path: str | Path) -> str:
 
 
 def open_image(
-    path: str | Path, dims: int | None = None, scratch: str | None = None, alpha: str = MASK
+    path: str | Path,
+    dims: int | None = None,
+    scratch: str | None = None,
+    alpha: str = MASK,
+    level: int = 0,
 ) -> Reader:
     """Open an image or a volume.
 
@@ -80,13 +84,20 @@ def open_image(
             temporary files; ``memory`` to keep the decoded images in memory.
         alpha: how transparency is read. ``mask``: fully transparent pixels have no data, and the
             transparency is not a band of the image. ``band``: it is read as an ordinary band.
+        level: the resolution of an OME-Zarr image; 0 is the highest, which other files have alone.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged or not an image, its orientation tag makes viewers turn or
-            mirror it, or decoding would change its values.
+        ValueError: the file is damaged or not an image, it has no such level, its orientation tag
+            makes viewers turn or mirror it, or decoding would change its values.
     """
-    reader = _opened(Path(path), dims, scratch, alpha)
+    path = Path(path)
+    if level and not _has_levels(path):
+        raise ValueError(
+            f"--level is {level}, but {path} is no OME-Zarr image, the only one of which another "
+            "level than 0 is read: leave --level out"
+        )
+    reader = _opened(path, dims, scratch, alpha, level=level)
     if reader.coded:
         raise ValueError(
             f"{path} has a palette, so its numbers stand for colours: convert it to RGB"
@@ -103,16 +114,26 @@ def open_image(
     return reader
 
 
+def _has_levels(path: Path) -> bool:
+    """Return True if a path is an OME-Zarr image, which may have several resolutions."""
+    return path.is_dir() or suffix_of(path) in ome_zarr.SUFFIXES
+
+
 def _opened(
     path: Path,
     dims: int | None,
     scratch: str | None = None,
     alpha: str = BAND,
     labels: bool = False,
+    level: int = 0,
 ) -> Reader:
     if not path.is_file() and not ome_zarr.is_zarr_folder(path):
         raise FileNotFoundError(f"there is no image file {path}: correct the path")
-    reader = _reader(path, dims, scratch, alpha, labels)
+    if _has_levels(path):
+        with readable(path):
+            reader: Reader = ome_zarr.OmeZarrReader(path, dims, level)
+    else:
+        reader = _reader(path, dims, scratch, alpha, labels)
     marks.check_upright(path, reader.orientation)
     beside = Path(f"{path}{_MASK_SUFFIX}")
     if beside.is_file():
@@ -155,8 +176,6 @@ def _take_nodata_beside(reader: Reader) -> None:
 def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, labels: bool) -> Reader:
     suffix = suffix_of(path)
     with readable(path):
-        if path.is_dir() or suffix in ome_zarr.SUFFIXES:
-            return ome_zarr.OmeZarrReader(path, dims)
         if suffix == ".npy":
             return NpyReader(path, dims)
         if suffix in (".tif", ".tiff", *slides.SUFFIXES):
@@ -202,7 +221,7 @@ def _tiff() -> ModuleType:
     return tiff
 
 
-def open_mask(path: str | Path, dims: int = 2) -> Reader:
+def open_mask(path: str | Path, dims: int = 2, level: int = 0) -> Reader:
     """Open a label map: one band of integers, or of floats that hold whole numbers.
 
     The integers of a palette image are the indices into its palette.
@@ -210,13 +229,14 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
     Args:
         path: the file.
         dims: number of spatial dims.
+        level: the resolution of an OME-Zarr image; other files are read as they are.
 
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: the file is not a label map, or its compression is lossy.
     """
     path = Path(path)
-    reader = _opened(path, dims, labels=True)
+    reader = _opened(path, dims, labels=True, level=level)
     if reader.lossy:
         raise ValueError(
             f"{path} is a mask in {reader.lossy}, which changes labels: write the masks as PNG, or "
@@ -232,19 +252,20 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
     return reader if reader.dtype.kind in "iu" else _Whole(reader)
 
 
-def open_coloured(path: str | Path, dims: int = 2) -> Reader:
+def open_coloured(path: str | Path, dims: int = 2, level: int = 0) -> Reader:
     """Open a mask whose colours stand for classes. The reader returns red, green, blue as uint8.
 
     Args:
         path: the file.
         dims: number of spatial dims.
+        level: the resolution of an OME-Zarr image; other files are read as they are.
 
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: the file does not hold 8-bit colours or greys, or its compression is lossy.
     """
     path = Path(path)
-    reader = _opened(path, dims, alpha=MASK)
+    reader = _opened(path, dims, alpha=MASK, level=level)
     if reader.lossy:
         raise ValueError(
             f"{path} is a mask in {reader.lossy}, which changes colours: write the masks as PNG, "

@@ -124,3 +124,6 @@ def test_ignored_pixels_make_no_contour_and_missing_classes_have_no_score():
     assert none["c"] == {"boundary_iou": None, "boundary_f1": None}
     assert none["b"] == {"boundary_iou": 0.0, "boundary_f1": 0.0}
     assert boundary_scores(np.zeros((ROWS, 2), int), "ab")["mean_boundary_f1"] is None
+    counts = np.array([[3], [5], [4], [10], [5], [4], [3]])  # recall 5 / 10, precision 3 / 4
+    found = boundary_scores(counts, "a")["classes"]["a"]
+    assert found == {"boundary_iou": 3 / (5 + 4 - 3), "boundary_f1": pytest.approx(0.6)}

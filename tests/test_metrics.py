@@ -51,6 +51,6 @@ def test_a_class_found_where_there_is_none_counts_against_it():
 
 
 def test_most_likely():
-    assert most_likely(np.array([[[1.0, -1], [0, 2]]])).tolist() == [[1, 0], [0, 1]]
+    assert most_likely(np.array([[[0.1, -0.1], [0, 2]]])).tolist() == [[1, 0], [0, 1]]
     assert most_likely(np.array([[[1.0, 3]], [[2, 2]], [[0, 9]]])).tolist() == [[1, 2]]
     assert most_likely(np.zeros((3, 2, 2))).dtype == np.uint8

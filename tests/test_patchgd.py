@@ -136,10 +136,10 @@ def papers(plan: PatchConfig, store: Store):
             ]
         )
         loss = torch.nn.functional.cross_entropy(logits, labels)
-        (loss / every).backward()
+        (loss / min(every, inner - j // every * every)).backward()
         z = z.detach()
         losses.append(loss.item())
-        if (j + 1) % every == 0:
+        if (j + 1) % every == 0 or j + 1 == inner:
             optimizer.step()
             optimizer.zero_grad()
     return np.mean(losses), {
@@ -179,6 +179,13 @@ def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
     """Odd sizes, whose last patches overlap; images shared by one to four ranks."""
     plan, store = config(place, tiles=f"1x{comm.size}", **more), Store(place / "s.h5")
     compare(ours(plan, comm, store), papers(plan, store), means=plan.patchgd.inner == 1)
+
+
+def test_the_last_update_has_the_iterations_that_are_left(tmp_path):
+    write_store(tmp_path / "s.h5", count=4, size=(45, 61))
+    plan = config(tmp_path, inner=3, accumulate=2, sampled=0.5)
+    store = Store(tmp_path / "s.h5")
+    compare(ours(plan, Alone(), store), papers(plan, store))
 
 
 @pytest.mark.parallel([1, 2])
@@ -344,6 +351,26 @@ def test_sample_groups_with_images_of_several_sizes(comm, shared_path, more):
     assert abs(loss - alone) <= TOLERANCE
     for name, w in wanted.items():
         assert (found[name] - w).norm() <= 10 * TOLERANCE * max(w.norm(), 1e-3), name
+
+
+def test_filling_keeps_the_first_features_of_images_with_fewer_patches(tmp_path):
+    with StoreWriter(tmp_path / "s.h5", ["dark", "bright"], 2) as writer:
+        for k, size in enumerate([(33, 33), (16, 20)]):
+            image = writer.add_image(f"image{k}", size, np.uint8, "train", False, label=k)
+            pixels = np.random.default_rng(k).integers(0, 200, (2, *size))
+            image.write(Box.whole(size), pixels.astype(np.uint8))
+    plan, store, mesh = config(tmp_path, sampled=0.05), Store(tmp_path / "s.h5"), Mesh(Alone())
+    network = network_of(plan.model, plan.patchgd, 2, 2)
+    engine = PatchEngine(plan, mesh, network, precision="fp64")
+    images = next(iter(PatchLoader(store, plan.data, plan.train.seed, mesh).epoch(0)))
+    made, features = [], engine.filler.features
+    engine.filler.features = lambda x, keys: made.append(features(x, keys)) or made[-1]
+    found = engine.fill(images)
+    turns = [len(network.patches(size)) for size in images.sizes]  # one patch in each round
+    assert sorted(turns) == [2, 9] and len(made) == 9
+    for j, rows in enumerate(made):
+        for (i, patch), row in zip(engine._draw(images, "fill", j), rows):
+            assert torch.equal(found[i][patch], row) == (j < turns[i])
 
 
 def test_a_run_begins_with_the_weights_of_a_backbone(tmp_path):

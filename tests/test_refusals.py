@@ -26,6 +26,7 @@ from distseg.config.refusal import SettingError
 from distseg.config.settings import (
     ApproximateConfig,
     Config,
+    DataConfig,
     LossConfig,
     PipelineConfig,
     SpatialConfig,
@@ -33,6 +34,7 @@ from distseg.config.settings import (
     TrainConfig,
 )
 from distseg.config.sizes import Size
+from distseg.models.capture.capture import as_network
 from distseg.models.layers import VectorNorm
 from distseg.models.unet import unet
 from distseg.training.conflicts import (
@@ -43,6 +45,7 @@ from distseg.training.conflicts import (
     check_settings,
     with_store,
 )
+from distseg.training.surroundings import context_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/refusals.md"
@@ -133,13 +136,14 @@ def store(of_images: bool = False, classes: str = "lake road") -> SimpleNamespac
     )
 
 
-def labels(model: nn.Module, loss: str = "cross_entropy", **kinds):
+def labels(model: nn.Module, loss: str = "cross_entropy", data: DataConfig | None = None, **kinds):
     """Return a function that checks a network and a loss against a store of some kind."""
-    return lambda: check_labels(store(**kinds), model, None, LossConfig(name=loss))
+    return lambda: check_labels(store(**kinds), model, data or DataConfig(), LossConfig(name=loss))
 
 
 SMALL = unet(depth=1, num_convs=1, base_channels=2)
 VECTORS = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+CIRCULAR = as_network(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")))
 DEEP = unet(depth=5, base_channels=2, norm="instance")
 DEVICES = {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]}
 MEMORY, TIME = {"streaming.memory": "4GB"}, {"streaming.tiles": Size("2x2")}
@@ -191,6 +195,7 @@ EXAMPLES = (
     Example("DS201", {"data.focus_share": 0.9}, repair={"data.focus_class": "lake"}),
     Example("DS201", {"data.augment_smoothness": 16.0}, repair={"data.augment_elastic": [0, 5]}),
     Example("DS201", {"data.augment_share": 0.2}, repair={"data.augment_blur": [0, 1]}),
+    Example("DS201", {"data.context": "auto"}, repair={"data.crop": Size("8x8")}),
     Example("DS201", {"data.epoch_samples": 9}, repair={"data.crop": Size("8x8")}),
     Example("DS201", {"optim.decay_factor": 2.0}, repair={"optim.schedule": "linear"}),
     Example("DS201", {"optim.momentum": 0.5}, repair={"optim.name": "sgd"}),
@@ -354,6 +359,16 @@ EXAMPLES = (
         "DS407",
         lambda: check_patience(store(), TrainConfig(patience=3)),
         "`train.patience: 3` and a store without the split `val`",
+    ),
+    Example(
+        "DS408",
+        lambda: context_of(CIRCULAR, DataConfig(crop=Size("8x8"), context="auto")),
+        "`data.context: auto` and a convolution with circular padding",
+    ),
+    Example(
+        "DS409",
+        labels(VECTORS, of_images=True, data=DataConfig(crop=Size("8x8"), context=4)),
+        "`data.context: 4` and labels of images",
     ),
 )
 NAMES = [f"{one.code} {one.shown()}" for one in EXAMPLES]

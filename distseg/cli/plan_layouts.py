@@ -154,7 +154,7 @@ def with_best_layout(
         prepared = prepare(config, image)
         sizes = [prepared.size]
         if prepared.store is not None:
-            sizes = list(sample_sizes(prepared.store, config.data.crop).values())
+            sizes = list(sample_sizes(prepared.store, config.data, prepared.context).values())
         largest = Size(max(sizes, key=math.prod))
         training = PlannedTraining(prepared.config, as_network(prepared.model), largest)
         found = None

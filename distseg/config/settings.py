@@ -531,6 +531,8 @@ class DataBase:
     """Number of crops per epoch, with ``crop`` only; by default the number that covers the
     training pixels once. Without ``crop``, an epoch has each image once."""
 
+    context: ClassVar[int | str] = 0  # a setting of exact training
+
     def __post_init__(self):
         to_sizes(self, "crop")
         _between(self, 0, 1, "focus_share")
@@ -602,14 +604,25 @@ class DataBase:
 
 @dataclass(frozen=True)
 class DataConfig(DataBase):
-    """The training data: store, crops, augmentation and reading ahead."""
+    """The training data: store, crops with their context, augmentation and reading ahead."""
 
+    context: int | Literal["auto"] = 0
+    """With ``crop``: number of pixels around each crop, where the image has them, that the network
+    sees and the loss leaves out. auto: the network's halo, with which a crop sees what prediction
+    sees."""
     prefetch: int = 2
     """Number of steps whose images a thread reads ahead; with 0 each step reads its own images."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, 0, "prefetch")
+        check_at_least(self, 0, "prefetch", *["context"] * (self.context != "auto"))
+        check_effect(
+            self,
+            "context",
+            self.crop is not None,
+            "without data.crop the network sees whole images: set data.crop, or leave data.context "
+            "out",
+        )
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,17 @@ class Turn:
             box = _turned_back(box, Turn(self.flips, quarters_left).size(size))
         return box
 
+    def target(self, box: Box, size) -> Box:
+        """Return the box of the turned crop to which the turn moves the content of ``box``.
+
+        Args:
+            box: a box of the crop before the turn.
+            size: the size of the crop before the turn.
+        """
+        for quarters in range(self.quarters):
+            box = _turned(box, Turn(self.flips, quarters).size(size))
+        return _mirrored(box, self.size(size), self.flips)
+
 
 @dataclass(frozen=True)
 class Colour:
@@ -102,6 +113,20 @@ def _mirrored(box: Box, size, flips) -> Box:
         (n - b, n - a) if flip else (a, b)
         for a, b, n, flip in zip(box.start, box.stop, size, flips)
     ]
+    return Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
+
+
+def _turned(box: Box, size) -> Box:
+    """Return the box of the turned image to which a turn by 90 degrees moves ``box``.
+
+    Pixel (i, j) of the image moves to (width - 1 - j, i).
+
+    Args:
+        box: a box of the image before the turn.
+        size: the size of the image before the turn.
+    """
+    *outer, (i0, i1), (j0, j1) = zip(box.start, box.stop)
+    ranges = [*outer, (size[-1] - j1, size[-1] - j0), (i0, i1)]
     return Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
 
 

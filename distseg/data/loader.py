@@ -10,7 +10,7 @@ from distseg.config.settings import DataConfig
 from distseg.config.sizes import Size
 from distseg.data.prefetch import prefetch
 from distseg.data.sample_reader import label_bytes, pixel_bytes, read_labels, read_pixels
-from distseg.data.sampler import Rows, Sample, crop_size, epoch_samples
+from distseg.data.sampler import Rows, Sample, epoch_samples, sample_sizes
 from distseg.data.store.store import Store
 from distseg.tiling.tile import Box, ReceptiveField, TilePlacement, check_grid, owned_tiles
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch
@@ -136,6 +136,7 @@ class StepLoader:
         pixels: True to read the pixels. In a pipeline, only the first stage needs them.
         labels: True to read the labels. In a pipeline, only the last stage needs them.
         streaming: True to yield :class:`LazyTileBatch`, which reads its parts during the step.
+        context: the context of crops (:func:`distseg.data.surroundings.box_around`); None for none.
 
     Raises:
         ValueError: an image of the split has no labels, or is too small for the grid.
@@ -158,11 +159,13 @@ class StepLoader:
         pixels: bool = True,
         labels: bool = True,
         streaming: bool = False,
+        context: ReceptiveField | None = None,
     ):
         self.store, self.split, self.data, self.seed = store, split, data, seed
         self.groups, self.group, self.accumulate = groups, group, accumulate
         self.grid, self.per_rank, self.coordinates, self.reach = grid, per_rank, coordinates, reach
         self.pixels, self.labels, self.streaming = pixels, labels, streaming
+        self.context = context
         self.bytes_read = self.steps_read = 0
         self.steps_per_epoch = len(self._samples(0))
         self._check_images()
@@ -186,7 +189,9 @@ class StepLoader:
 
     def _samples(self, epoch: int) -> Sequence[list[Sample]]:
         batch = self.groups * self.accumulate * self.data.images
-        return epoch_samples(self.store, self.split, self.data, self.seed, epoch, batch)
+        return epoch_samples(
+            self.store, self.split, self.data, self.seed, epoch, batch, self.context
+        )
 
     def _micro_batches(self, step: list[Sample]) -> list[list[Sample]]:
         rows = Rows(self.groups, self.group, self.accumulate, self.data.images)
@@ -236,9 +241,8 @@ class StepLoader:
                     f"image {name!r} of the split {self.split!r} of {self.store.path} has no "
                     "labels: prepare the store with masks"
                 )
+        for name, size in sample_sizes(self.store, self.data, self.context, self.split).items():
             try:
-                check_grid(
-                    crop_size(self.store.size(name), self.data.crop), fine, self.reach.stride
-                )
+                check_grid(size, fine, self.reach.stride)
             except ValueError as e:
                 raise ValueError(f"image {name!r} of {self.store.path}: {e}") from None

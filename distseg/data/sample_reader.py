@@ -1,7 +1,8 @@
 """Read boxes of samples: pixels, normalised and augmented, and labels.
 
-A box is in the coordinates of the augmented sample. Only the part of the image that the box needs
-is read, and the result has the bits that the box has in the whole augmented sample.
+A box is in the coordinates of the augmented sample, which is a crop with its context. Only the part
+of the image that the box needs is read, and the result has the bits that the box has in the whole
+augmented sample.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
     """Return the labels of one box of each sample.
 
     Labels of pixels are (B, *box.size) uint8, and ``store.ignore`` where they come from outside the
-    image. Labels of whole images are (B, 1, ..., 1), one 1 for each spatial dim, with classes as
-    int64 or numbers as float32. Only the box at the origin has them; in other boxes they are
-    ``store.ignore`` or NaN, so that each image counts once.
+    image or from the context of a crop. Labels of whole images are (B, 1, ..., 1), one 1 for each
+    spatial dim, with classes as int64 or numbers as float32. Only the box at the origin has them;
+    in other boxes they are ``store.ignore`` or NaN, so that each image counts once.
     """
     if store.of_images:
         return labels_of_images(
             torch.tensor([store.label(s.image) for s in samples]), box, store.ignore
         )
-    return torch.from_numpy(np.stack([_labels(store, sample, box) for sample in samples]))
+    return torch.from_numpy(np.stack([_counted_labels(store, sample, box) for sample in samples]))
 
 
 def pixel_bytes(store: Store, sample: Sample, box: Box) -> int:
@@ -68,7 +69,10 @@ def pixel_bytes(store: Store, sample: Sample, box: Box) -> int:
 
 def label_bytes(store: Store, sample: Sample, box: Box) -> int:
     """Return the number of bytes of labels that ``box`` takes from the store."""
-    return _pixels_in(store, sample, [_unturned(sample, part) for part in _parts(sample, box)])
+    counted = box.intersection(sample.counted)
+    if not counted.pixels:
+        return 0
+    return _pixels_in(store, sample, [_unturned(sample, part) for part in _parts(sample, counted)])
 
 
 def _pixels_in(store: Store, sample: Sample, boxes: list[Box]) -> int:
@@ -96,6 +100,17 @@ def _pixels(store: Store, sample: Sample, box: Box) -> np.ndarray:
     for part in parts:
         place = (slice(None), *part.relative_to(box).slices)
         found[place] = _pixels_at_once(store, sample, part)
+    return found
+
+
+def _counted_labels(store: Store, sample: Sample, box: Box) -> np.ndarray:
+    """Return the labels of a box, (*box.size) uint8, which are ``store.ignore`` in the context."""
+    counted = box.intersection(sample.counted)
+    if counted == box:
+        return _labels(store, sample, box)
+    found = np.full(box.size, store.ignore, np.uint8)
+    if counted.pixels:
+        found[counted.relative_to(box).slices] = _labels(store, sample, counted)
     return found
 
 
@@ -150,7 +165,7 @@ def _finished(
         absent: True where pixels have no data, (C or 1, *box.size); None for nowhere.
         box: the box of the sample before the turn.
     """
-    pixels = sample.intensity.changed(pixels, box, sample.box.size)
+    pixels = sample.intensity.changed(pixels, box.relative_to(sample.seen), sample.seen.size)
     if sample.colour is not None:
         pixels = sample.colour.apply(pixels)
     if absent is not None:
@@ -184,8 +199,9 @@ def _read_padded(store: Store, sample: Sample, source: Box) -> tuple[np.ndarray,
 
 
 def _unturned(sample: Sample, box: Box) -> Box:
-    """Return the box of the sample before its turn, relative to the sample's box in the image."""
-    return sample.turn.source(box, sample.box.size)
+    """Return the box of the sample before its turn, relative to the start of the crop."""
+    seen = sample.seen
+    return sample.turn.source(box, seen.size).shifted(seen.start)
 
 
 def _with_margin(sample: Sample, box: Box) -> Box:

@@ -15,15 +15,16 @@ from fractions import Fraction
 
 import numpy as np
 
-from distseg.config.settings import DataConfig
+from distseg.config.settings import DataBase
 from distseg.config.sizes import Size
 from distseg.data.augment import Colour, Turn
 from distseg.data.focus import focus_of
 from distseg.data.intensity import Intensity
 from distseg.data.store.store import Store
+from distseg.data.surroundings import box_around, sizes_around
 from distseg.data.warp import Elastic, Warp
 from distseg.tiling import rng
-from distseg.tiling.tile import Box
+from distseg.tiling.tile import Box, ReceptiveField
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,14 @@ class Sample:
 
     Attributes:
         image: the name of the image.
-        box: the box of the image.
+        box: the box of the image whose pixels count in the loss.
         turn: the turns and flips.
         number: the position of the sample in the epoch.
         colour: the change of the colours of each band; None for none.
         warp: the zoom, rotation and elastic deformation; None for none.
         intensity: the blur, and the changes of the values of all bands.
+        around: the box of the image that the network sees; it contains ``box``. None if it is
+            ``box``.
     """
 
     image: str
@@ -49,11 +52,23 @@ class Sample:
     colour: Colour | None = None
     warp: Warp | None = None
     intensity: Intensity = Intensity()
+    around: Box | None = None
+
+    @property
+    def seen(self) -> Box:
+        """The box of the image that the network sees, relative to the start of ``box``."""
+        return (self.around or self.box).relative_to(self.box)
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The size of the sample: that of its box after the turn of the augmentation."""
-        return self.turn.size(self.box.size)
+        """The size of the sample: that of the box ``seen`` after the turn of the augmentation."""
+        return self.turn.size(self.seen.size)
+
+    @property
+    def counted(self) -> Box:
+        """The box of the sample, after the turn, whose pixels count in the loss."""
+        seen = self.seen
+        return self.turn.target(Box.whole(self.box.size).relative_to(seen), seen.size)
 
 
 @dataclass(frozen=True)
@@ -100,7 +115,13 @@ class Rows:
 
 
 def epoch_samples(
-    store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int
+    store: Store,
+    split: str,
+    data: DataBase,
+    seed: int,
+    epoch: int,
+    batch: int,
+    context: ReceptiveField | None = None,
 ) -> Sequence[list[Sample]]:
     """Return the steps of an epoch as a sequence whose items are computed on access.
 
@@ -118,13 +139,14 @@ def epoch_samples(
         seed: seed of order, crops and augmentation.
         epoch: number of the epoch, which changes all random numbers.
         batch: number of samples of a step, over all sample groups and micro-batches.
+        context: the context of crops (:func:`distseg.data.surroundings.box_around`); None for none.
 
     Raises:
         ValueError: the split is unknown, the crop and an image differ in their number of dims, or
             crops are to be placed near a class although the split has no pixel of it or there is no
             crop.
     """
-    return Epoch(store, split, data, seed, epoch, batch)
+    return Epoch(store, split, data, seed, epoch, batch, context)
 
 
 def crop_size(image, crop: Size | None) -> tuple[int, ...]:
@@ -137,14 +159,31 @@ def crop_size(image, crop: Size | None) -> tuple[int, ...]:
     return tuple(image) if crop is None else tuple(min(n, c) for n, c in zip(image, crop))
 
 
-def sample_sizes(store: Store, crop: Size | None) -> dict[str, tuple[int, ...]]:
-    """Return the size of the samples of each training image, by the image's name.
+def sample_sizes(
+    store: Store, data: DataBase, context: ReceptiveField | None = None, split: str = "train"
+) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of samples, by the name of their image.
+
+    With ``context``, crops of one image can differ in size. Then the result has each size once,
+    by the name of an image and the size.
 
     Args:
         store: the store.
-        crop: the crop size; None if samples are whole images.
+        data: the settings of the section ``data``.
+        context: the context of crops; None for none.
+        split: the name of the split.
     """
-    return {name: crop_size(store.size(name), crop) for name in store.split("train")}
+    if context is None or data.crop is None:
+        return {name: crop_size(store.size(name), data.crop) for name in store.split(split)}
+    found: dict[tuple[int, ...], str] = {}
+    for name in store.split(split):
+        image = tuple(store.size(name))
+        crop = crop_size(image, data.crop)
+        quarters = (0, 1) if "turn" in data.augment else (0,)
+        for turn in (Turn((False,) * len(image), quarter) for quarter in quarters):
+            for size in sizes_around(crop, turn.size(image), context):
+                found.setdefault(size, name)
+    return {f"{name} ({Size(size)})": size for size, name in found.items()}
 
 
 class Epoch(Sequence):
@@ -154,8 +193,16 @@ class Epoch(Sequence):
     """
 
     def __init__(
-        self, store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int
+        self,
+        store: Store,
+        split: str,
+        data: DataBase,
+        seed: int,
+        epoch: int,
+        batch: int,
+        context: ReceptiveField | None = None,
     ):
+        self._context = None if data.crop is None else context
         self._store, self._data, self._batch, self._keys = store, data, batch, (seed, epoch)
         self._names = store.split(split)
         _check(store, self._names, data)
@@ -199,17 +246,30 @@ class Epoch(Sequence):
 
     def _sample(self, name: str, box: Box, turn: Turn, number: int) -> Sample:
         """Return the sample of a box with its random augmentation."""
-        intensity = self._intensity(number)
-        warp = self._warp(number, box.size, intensity.margin)
-        return Sample(name, box, turn, number, self._coloured(number), warp, intensity)
+        intensity, around = self._intensity(number), self._around(name, box, turn)
+        seen = (around or box).relative_to(box)
+        warp = self._warp(number, box.size, seen, intensity.margin)
+        return Sample(name, box, turn, number, self._coloured(number), warp, intensity, around)
 
-    def _warp(self, number: int, size: tuple[int, ...], margin: int) -> Warp | None:
+    def _around(self, name: str, box: Box, turn: Turn) -> Box | None:
+        """Return the box of the image that the network sees, or None if it is ``box``.
+
+        It is chosen in the turned image, where the network's stride divides its start.
+        """
+        if self._context is None:
+            return None
+        image = self._store.size(name)
+        turned = box_around(turn.target(box, image), turn.size(image), self._context)
+        return turn.source(turned, image)
+
+    def _warp(self, number: int, size: tuple[int, ...], seen: Box, margin: int) -> Warp | None:
         """Return a random warp, or None if no setting asks for one.
 
         Args:
             number: the number of the sample in the epoch, which determines the warp.
-            size: the size of the sample before the turn.
-            margin: the number of pixels around the sample that are warped too.
+            size: the size of the crop before the turn, whose centre stays where it is.
+            seen: the box that is warped, relative to the start of the crop.
+            margin: the number of pixels around this box that are warped too.
         """
         scale = self._drawn(number, "augment_scale", 1.0, logarithmic=True)
         degrees = self._drawn(number, "augment_rotate", 0.0)
@@ -223,8 +283,8 @@ class Epoch(Sequence):
                 rng.key(*self._keys, number, "elastic"),
                 amplitude,
                 self._data.augment_smoothness,
-                tuple(-margin for _ in size),
-                tuple(n + margin for n in size),
+                tuple(a - margin for a in seen.start),
+                tuple(b + margin for b in seen.stop),
             )
         return Warp(size, scale, degrees, elastic, tilts)
 
@@ -362,7 +422,7 @@ def check_tilt(data: DataConfig, size: Sequence[int], image: str) -> None:
         )
 
 
-def _check(store: Store, names: list[str], data: DataConfig) -> None:
+def _check(store: Store, names: list[str], data: DataBase) -> None:
     for setting in ("focus_class", "focus_weights"):
         if data.crop is None and getattr(data, setting) is not None:
             raise ValueError(

@@ -22,6 +22,7 @@ from distseg.config.settings import (
     ApproximateBase,
     ApproximateConfig,
     Config,
+    DataBase,
     LossConfig,
     MeshBase,
     ModelBase,
@@ -470,23 +471,21 @@ def _values_of_norms(
         yield call.name, math.prod(cells[node.first]) * times
 
 
-def check_labels(
-    store: Store, model: nn.Module, crop: Sequence[int] | None, loss: LossConfig
-) -> None:
+def check_labels(store: Store, model: nn.Module, data: DataBase, loss: LossConfig) -> None:
     """Refuse a network, or a loss, that does not fit the kind of labels in the store.
 
     Args:
         store: the training data.
         model: the network, plain or captured.
-        crop: the size of crops, or None.
+        data: the settings of the section ``data``.
         loss: the settings of the loss.
 
     Raises:
-        ValueError: the network or the loss does not fit. The message names the network's result
-            or the loss, the kind of labels, and how to fix it.
+        ValueError: the network, the loss or ``data.context`` does not fit. The message names the
+            network's result or the setting, the kind of labels, and how to fix it.
     """
     numbers = len(store.classes) == 1
-    size = crop_size(store.size(store.split("train")[0]), crop)
+    size = crop_size(store.size(store.split("train")[0]), data.crop)
     if of_image(model, size) != store.of_images:
         made, has = (
             ("a vector of each image", "labels of pixels")
@@ -508,6 +507,12 @@ def check_labels(
             "DS405",
             f"loss.name is {loss.name}, but {store.path} has {has}: set loss.name to "
             f"{'mse or l1' if numbers else 'cross_entropy'}",
+        )
+    if data.context != 0 and store.of_images:
+        raise SettingError(
+            "DS409",
+            f"data.context is {data.context}, whose pixels the loss leaves out, but {store.path} "
+            "has one label for all pixels of an image: leave data.context out",
         )
 
 

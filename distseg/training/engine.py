@@ -69,6 +69,7 @@ from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, block_of
 from distseg.training.conflicts import check_settings
 from distseg.training.stages import StageCut, schedule_of
 from distseg.training.step import DeviceRunner, GradientStep, LossHead, StageRunner, StreamingRunner
+from distseg.training.surroundings import context_of
 
 
 class Engine(ParameterUpdate):
@@ -125,6 +126,7 @@ class Engine(ParameterUpdate):
                 check_parts(model, config.approximate)
             self.exact = reach_for(model, config.approximate.halo is not None or config.is_cut)
             self.reach = used_reach(self.exact, config.approximate.halo)
+            self.crop_context = context_of(model, config.data)
             self.exchange = make_exchange(
                 config.exchange, model, self.reach, mesh.tiles, self.device, channels_last
             )

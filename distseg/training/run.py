@@ -71,6 +71,7 @@ from distseg.training.resume import (
     schedule_change,
 )
 from distseg.training.run_config import check_method, is_code, network_of
+from distseg.training.surroundings import context_notes, context_of
 
 
 class Run:
@@ -102,7 +103,7 @@ class Run:
             first = self.store.size(self.store.split("train")[0])
             config = replace(config, loss=with_store(config.loss, self.store))
             config = config.with_dims(len(first), str(Size(first)))
-            sizes = sample_sizes(self.store, config.data.crop)
+            sizes = sample_sizes(self.store, config.data)
             self.image = max(sizes.values(), key=math.prod)  # stages are balanced for it
             if isinstance(config, PatchConfig):
                 config = replace(config, patchgd=with_grid(config.patchgd, self.image))
@@ -124,7 +125,9 @@ class Run:
                     config.data.images,
                     config.mesh.samples,
                 )
-            check_labels(self.store, self.model, config.data.crop, config.loss)
+            check_labels(self.store, self.model, config.data, config.loss)
+            sizes = sample_sizes(self.store, config.data, context_of(self.model, config.data))
+            self.image = max(sizes.values(), key=math.prod)
             check_patience(self.store, config.train)
             if self.first:
                 check_loggers(config.train.loggers)
@@ -393,6 +396,7 @@ class Run:
             lines.append(
                 f"stages of {balance} layers, {engine.gradient_step.runner.schedule}{recompute}"
             )
+        lines += context_notes(config.data, engine.crop_context, engine.exact.halo, self.image)
         lines += [f"approximation: {text}" for text in engine.approximations]
         return lines + self._init_and_notes
 
@@ -506,4 +510,5 @@ def step_loader(store: Store, engine: Engine) -> StepLoader:
         pixels=engine.pipeline.first,
         labels=engine.pipeline.last,
         streaming=config.streaming.active,
+        context=engine.crop_context,
     )

@@ -39,7 +39,7 @@ from distseg.config.settings import (
 )
 from distseg.config.sizes import Size
 from distseg.data.loader import pieces
-from distseg.data.sampler import Rows, check_tilt, crop_size, epoch_samples
+from distseg.data.sampler import Rows, check_tilt, crop_size, epoch_samples, sample_sizes
 from distseg.data.store.store import Store
 from distseg.layers.loss import of_numbers, parse
 from distseg.models.bands import channels_of
@@ -65,6 +65,7 @@ from distseg.training.serial import (
     rounding_of_step,
     take_over,
 )
+from distseg.training.surroundings import context_notes, context_of
 
 
 class RandomImages:
@@ -169,22 +170,31 @@ class StoreImages:
         seed: the seed of the order of images, crops and augmentation.
         batch: number of images that every step takes.
         step: the number of the step, counted from the beginning of the training.
+        context: the context of crops; None for none.
 
     Attributes:
         epoch: the epoch of the step.
         first: the number of the step's first image in the epoch.
     """
 
-    def __init__(self, store: Store, data: DataConfig, seed: int, batch: int, step: int = 0):
-        self.store, self.data, self.seed = store, data, seed
+    def __init__(
+        self,
+        store: Store,
+        data: DataConfig,
+        seed: int,
+        batch: int,
+        step: int = 0,
+        context: ReceptiveField | None = None,
+    ):
+        self.store, self.data, self.seed, self.context = store, data, seed, context
         steps = len(epoch_samples(store, "train", data, seed, 0, batch))
         self.epoch, step = divmod(step, steps)
-        self.samples = epoch_samples(store, "train", data, seed, self.epoch, batch)[step]
+        self.samples = epoch_samples(store, "train", data, seed, self.epoch, batch, context)[step]
         self.size, self.first = self.samples[0].size, self.samples[0].number
 
     def step(self, number: int, batch: int) -> StoreImages:
         """Return the images of step ``number`` (from 0), if every step takes ``batch`` images."""
-        return StoreImages(self.store, self.data, self.seed, batch, number)
+        return StoreImages(self.store, self.data, self.seed, batch, number, self.context)
 
     def whole(self, row: int) -> tuple[Tensor, Tensor]:
         """Return pixels and labels of image ``row`` of the step.
@@ -267,6 +277,7 @@ def verify(
             materialise(initial, config.model.seed)
             initial.double()
     engine = Engine(config, mesh, model, images.size, device, precision="fp64")
+    noted += context_notes(config.data, prepared.context, engine.exact.halo, prepared.size)
     comparison = report = None
     if initial is not None:
         comparison = Comparison(engine, initial, dropouts)
@@ -337,14 +348,16 @@ class Prepared(NamedTuple):
     Attributes:
         config: the settings, including those that follow from the images.
         model: the plain model.
-        size: the size of a sample in pixels.
+        size: the size of a sample in pixels; of several sizes the largest.
         store: the store of the images; None for random images.
+        context: the context of crops of the store; None for none.
     """
 
     config: Config
     model: nn.Module
     size: Size
     store: Store | None
+    context: ReceptiveField | None = None
 
     def images(self) -> RandomImages | StoreImages:
         """Return the source of the images of the first step.
@@ -356,7 +369,9 @@ class Prepared(NamedTuple):
         config = self.config
         if self.store is not None:
             self.store.check_files()
-            return StoreImages(self.store, config.data, config.train.seed, config.step_images)
+            return StoreImages(
+                self.store, config.data, config.train.seed, config.step_images, context=self.context
+            )
         vectors, (bands, classes) = of_image(self.model, self.size), channels_of(self.model)
         _check_fits(self.size, bands, config.step_images)
         return RandomImages(self.size, bands, classes, config.loss, config.train.seed, vectors)
@@ -381,8 +396,12 @@ def prepare(config: Config, image: Size | None) -> Prepared:
         config = config.with_dims(len(size), str(Size(size)))
         classes = None if config.model.out_channels == 1 else len(store.classes)
         model = plain_model(config.model, store.bands, classes)
-        check_labels(store, model, config.data.crop, config.loss)
-        return Prepared(config, model, Size(crop_size(size, config.data.crop)), store)
+        check_labels(store, model, config.data, config.loss)
+        context, size = None, crop_size(size, config.data.crop)
+        if config.data.context != 0:
+            context = context_of(as_network(copy.deepcopy(model)), config.data)
+            size = max(sample_sizes(store, config.data, context).values(), key=math.prod)
+        return Prepared(config, model, Size(size), store, context)
     if image is None:
         raise ValueError(
             "there are no images: give --image 97x131 for random ones, or --data.store PATH"

@@ -9,7 +9,7 @@ from torch import nn
 from distseg.layers.graph import graph_of
 from distseg.models.unet import unet
 from distseg.tiling.access_pattern import Gather, Interpolate, Scatter, inside
-from distseg.tiling.layout import Layout, TileBorders
+from distseg.tiling.layout import Layout, TileBorders, exchange_points
 from distseg.tiling.tile import Box, most_even_grid
 
 CONV = ("conv", Gather(3, 1, 1, 1, 1))
@@ -164,14 +164,18 @@ def test_the_grid_nearest_to_squares(image, stride, ranks, grid):
 
 
 @pytest.mark.parametrize("every", ["1", "level", "2"])
-def test_the_layout_of_one_tile_is_that_of_all_tiles(every):
+def test_the_cells_of_one_tile_are_those_of_the_layout(every):
     graph = graph_of(unet(depth=2, num_convs=1, base_channels=2))
     image, borders = (44, 61), [(0, 12, 28, 44), (0, 20, 36, 61)]
     whole = Layout(graph, image, borders, every)
     along = [TileBorders.of_image(graph, d, n, b) for d, (n, b) in enumerate(zip(image, borders))]
     for cell in product(range(3), range(3)):
-        one = Layout.of_tile(graph, along, every, cell)
-        assert (one.points, one.sizes) == (whole.points, whole.sizes)
-        for number in range(len(graph)):
-            assert one.part(number, (0, 0)) == whole.part(number, cell)
-            assert one.computed(number, (0, 0)) == whole.computed(number, cell)
+        tiles = [borders.only(c) for borders, c in zip(along, cell)]
+        beyond = frozenset.union(*(tile.reads_beyond for tile in tiles))
+        points = frozenset(exchange_points(graph, beyond, every))
+        assert points == whole.points
+        for number, cells in enumerate(zip(*(tile.cells(points) for tile in tiles))):
+            view = whole.part(number, cell)
+            had = view.input.intersection(whole.computed(graph[number].first, cell))
+            boxes = (view.input, had, view.output)
+            assert list(zip(*cells)) == [box.size for box in boxes]

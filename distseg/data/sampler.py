@@ -404,7 +404,7 @@ def _origin(image, size, place, target) -> tuple[int, ...]:
     )
 
 
-def check_tilt(data: DataConfig, size: Sequence[int], image: str) -> None:
+def check_tilt(data: DataBase, size: Sequence[int], image: str) -> None:
     """Refuse ``augment_tilt`` for images that are no volumes.
 
     Args:

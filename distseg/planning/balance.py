@@ -13,7 +13,7 @@ This module also has other splits, for comparison.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -39,35 +39,72 @@ def fastest_split(
     """
     layers = seconds.shape[-1] - 1
     _check_stages(layers, stages)
-    allowed = np.broadcast_to(
-        np.triu(np.ones((layers + 1, layers + 1), dtype=bool), 1), (stages, layers + 1, layers + 1)
-    )
-    if limit is not None:
-        least, _ = _cheapest(np.where(allowed, peaks, np.inf), np.maximum)
-        if least > limit:
-            raise ValueError(
-                f"no split into {stages} stages fits: in each, a stage takes at least "
-                f"{least / 2**30:.4g} GiB, but the limit is {limit / 2**30:.4g} GiB: use more "
-                "stages, recompute all activations (always), or use smaller micro-batches"
-            )
-        allowed = allowed & (peaks <= limit)
-    slowest, _ = _cheapest(np.where(allowed, seconds, np.inf), np.maximum)
-    squares = np.where(allowed & (seconds <= slowest), np.square(seconds), np.inf)
-    return _cheapest(squares, np.add)[1]
+    if limit is None:
+        return split_within(seconds, stages)
+    found = split_within(seconds, stages, (table <= limit for table in peaks))
+    if found is None:
+        possible = _possible(layers)
+        least, _ = _cheapest([np.where(possible, table.T, np.inf) for table in peaks], np.maximum)
+        raise ValueError(
+            f"no split into {stages} stages fits: in each, a stage takes at least "
+            f"{least / 2**30:.4g} GiB, but the limit is {limit / 2**30:.4g} GiB: use more "
+            "stages, recompute all activations (always), or use smaller micro-batches"
+        )
+    return found
 
 
-def _cheapest(cost: np.ndarray, combine: Callable) -> tuple[float, list[int]]:
+def split_within(
+    seconds: np.ndarray, stages: int, fits: Iterable[np.ndarray] | None = None
+) -> list[int] | None:
+    """Return the split of :func:`fastest_split`, or None if no split fits.
+
+    If the split without ``fits`` fits too, it is also the split with ``fits``.
+
+    Args:
+        seconds: (n + 1, n + 1) or (S, n + 1, n + 1), as in :func:`fastest_split`.
+        stages: S, the number of stages.
+        fits: for each stage, a table (n + 1, n + 1) that is True if layers a..b-1 fit the stage;
+            None if all layers fit all stages.
+    """
+    possible = _possible(seconds.shape[-1] - 1)
+    allowed = [possible] * stages if fits is None else [possible & table.T for table in fits]
+    reached = np.arange(len(possible)) == 0  # reached[b]: layers before b fit the stages so far
+    for one in allowed:
+        reached = one @ reached
+    if not reached[-1]:
+        return None
+    if fits is None and seconds.ndim == 2:
+        tables = [np.where(possible, seconds.T, np.inf)] * stages
+    else:
+        each = seconds if seconds.ndim == 3 else [seconds] * stages
+        tables = [np.where(one, table.T, np.inf) for one, table in zip(allowed, each)]
+    slowest, _ = _cheapest(tables, np.maximum)
+    squares: dict[int, np.ndarray] = {}  # by the identity of a table, because tables may be equal
+    for table in tables:
+        if id(table) not in squares:
+            squares[id(table)] = np.where(table <= slowest, np.square(table), np.inf)
+    return _cheapest([squares[id(table)] for table in tables], np.add)[1]
+
+
+def _possible(layers: int) -> np.ndarray:
+    """Return a table that is True in [b, a] if a < b."""
+    return np.tri(layers + 1, k=-1, dtype=bool)
+
+
+def _cheapest(costs: Sequence[np.ndarray], combine: Callable) -> tuple[float, list[int]]:
     """Return the least combined cost of any split, and the number of layers per stage in it.
 
     Args:
-        cost: (S, n + 1, n + 1), the cost of layers a..b-1 as stage s; infinite if not allowed.
+        costs: for each stage, (n + 1, n + 1), the cost of layers a..b-1 in entry [b, a], where
+            NumPy finds the best a soonest; infinite if not allowed.
         combine: the ufunc that combines the costs of stages, np.maximum or np.add.
     """
-    best, starts = cost[0, 0], []
-    for stage in cost[1:]:
-        total = combine(best[:, None], stage)  # (a, b)
-        starts.append(total.argmin(0))
-        best = total.min(0)
+    best, starts = costs[0][:, 0], []
+    ends = np.arange(len(best))
+    for stage in costs[1:]:
+        total = combine(best, stage)  # (b, a)
+        starts.append(total.argmin(1))
+        best = total[ends, starts[-1]]
     cuts = [len(best) - 1]
     for start in reversed(starts):
         cuts.append(int(start[cuts[-1]]))

@@ -17,7 +17,6 @@ out the reading of images, and assumes that communication never overlaps with co
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -30,14 +29,22 @@ from torch import nn
 from distseg.config.sizes import Size
 from distseg.layers.graph import graph_of
 from distseg.models.network import calls_of
-from distseg.planning.balance import fastest_split, sums
+from distseg.planning.balance import split_within, sums
 from distseg.planning.cost import Costs, Seconds
 from distseg.planning.machine import Machine
 from distseg.planning.pass_times import Modelled, StagePasses
-from distseg.planning.stage_memory import Policy, Ranges, activation_peaks, ranges_of, stage_seconds
+from distseg.planning.pipeline_bounds import PipelineTimes
+from distseg.planning.stage_memory import (
+    Policy,
+    Ranges,
+    activation_peaks,
+    largest_holdings,
+    ranges_of,
+    stage_seconds,
+)
 from distseg.runtime.partition import Partition, Partitioner
 from distseg.runtime.schedule import orders, splits
-from distseg.tiling.layout import Layout, TileBorders
+from distseg.tiling.layout import TileBorders, exchange_points
 from distseg.tiling.tile import Box, ReceptiveField, factorings, split, window
 
 EXCHANGES = ("all", "level", "1")
@@ -197,6 +204,11 @@ class Work:
         return ranges_of(self.costs)
 
     @cached_property
+    def chained(self) -> bool:
+        """True if each layer reads the result of the layer before it."""
+        return all(number in reads for number, reads in enumerate(self.costs.inputs))
+
+    @cached_property
     def parameters(self) -> int:
         return sum(layer.parameters for layer in self.costs.layers)
 
@@ -220,11 +232,29 @@ class TileWork:
 
 
 @dataclass(frozen=True)
-class _Stages:
-    """Layout whose layers are cut into stages.
+class _LayersOnTile:
+    """Everything that the seconds of a layout's layers on its slowest tile depend on.
+
+    Layouts that differ in their schedule only, or in the order of equal dims, share it.
 
     Attributes:
-        layout: the layout.
+        tile: the work of the slowest tile.
+        neighbours: number of ranks that send messages to one another at the same time.
+        norm: seconds of the message of one norm in a forward or backward pass.
+    """
+
+    tile: TileWork
+    neighbours: int
+    norm: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Stages:
+    """Layers that are cut into the stages of a layout.
+
+    Layouts that differ in the order of equal dims share one object.
+
+    Attributes:
         costs: the costs of the layers on whole images.
         seconds: the seconds of the layers on the slowest tile, messages included.
         policy: schedule, recomputation and optimizer.
@@ -233,7 +263,6 @@ class _Stages:
         memory: bytes that the rank with the highest peak takes.
     """
 
-    layout: MeshLayout
     costs: Costs
     seconds: Seconds
     policy: Policy
@@ -249,51 +278,59 @@ class _Stages:
             for part in self.partition.ranges
         )
 
-    @property
+    @cached_property
     def least_seconds(self) -> float:
-        """Lower bound of the seconds from the first pass of these stages to the last one.
-
-        A stage computes all micro-batches. Before its first pass, a micro-batch goes forward
-        through all earlier stages. After its last backward pass, a micro-batch goes back through
-        them. With zb-h1, stage s computes the weight gradients of the last s + 1 micro-batches
-        after its last backward pass. The messages of all micro-batches from one stage to another
-        travel one after another.
-        """
-        m, stages = self.layout.micro_batches, self.layout.stages
-        links: Counter[tuple[int, int]] = Counter()
+        """Lower bound of the seconds from the first pass of these stages to the last one."""
+        forward, backward, weight = zip(*map(self._passes, range(self.partition.stages)))
+        repeated = float(self.policy.recompute == "always")
+        links: dict[tuple[int, int], float] = {}
+        returns: dict[tuple[int, int], float] = {}
         for edge, seconds in zip(self.partition.edges, self.travels):
-            links[edge.source, edge.target] += seconds
+            there, back = (edge.source, edge.target), (edge.target, edge.source)
+            links[there] = links.get(there, 0.0) + seconds
             if edge.gradient:
-                links[edge.target, edge.source] += seconds
-        least = there = back = 0.0  # seconds before the first pass, and after the last one
-        arrived, returned = [], []  # seconds until the first pass ends, and from the last one on
-        for stage in range(stages):
-            forward, backward, weight = self._passes(stage)
-            work = m * (self.policy.forward_passes(stage, stages) * forward + backward)
-            put_off = min(m, stage + 1) * weight  # computed after the last backward pass
-            least = max(
-                least, there + work + m * weight, there + work + m * weight - put_off + back
-            )
-            there += forward
-            back = max(put_off, backward + back)
-            arrived.append(there)
-            returned.append(back)
-            there += links[stage, stage + 1]
-            back += links[stage + 1, stage]
-        for (source, target), seconds in links.items():
-            stage = min(source, target)
-            least = max(least, arrived[stage] + m * seconds + returned[stage])
-        return least
+                returns[back] = returns.get(back, 0.0) + seconds
+        return PipelineTimes(
+            self.policy.schedule,
+            self.policy.micro_batches,
+            forward,
+            backward,
+            weight,
+            [repeated * seconds for seconds in forward],
+            links,
+            returns,
+        ).least
 
     def _passes(self, stage: int) -> tuple[float, float, float]:
         """Return the seconds of a stage's forward, backward and weight pass."""
         layers = self.partition.ranges[stage]
         backward, weight = sum(self.seconds.backward[layers.start : layers.stop]), 0.0
-        if self.layout.stages > 1 and splits(self.layout.schedule):
+        if self.partition.stages > 1 and splits(self.policy.schedule):
             weight = sum(
                 self.seconds.backward[n] / 2 for n in layers if self.costs.layers[n].puts_off
             )
         return sum(self.seconds.forward[layers.start : layers.stop]), backward - weight, weight
+
+    @cached_property
+    def simulated(self) -> tuple[float, float]:
+        """Seconds from the start of the first pass to the end of the last one, and of computation.
+
+        The second number is that of the rank that computes longest.
+        """
+        policy, seconds = self.policy, self.seconds
+        if self.partition.stages == 1:
+            passes = policy.forward_passes(0, 1)
+            busy = policy.micro_batches * (passes * sum(seconds.forward) + sum(seconds.backward))
+            return busy, busy
+        passes_of = StagePasses(
+            Modelled(self.tile_costs(), 1),
+            self.partition,
+            orders(policy.schedule, self.partition.placement, policy.micro_batches),
+            policy.recompute,
+            1,
+        )
+        run = passes_of.simulated(1.0, dict(zip(self.partition.edges, self.travels)).__getitem__)
+        return run.makespan, run.makespan * (1 - min(run.idle))
 
     def tile_costs(self) -> Costs:
         """Return the costs of the layers with the seconds on the slowest tile.
@@ -332,13 +369,13 @@ class _Found:
 
     Attributes:
         by_family: for each family, (prediction, place of its layout), the fastest first.
-        smallest: for each family, (bytes, seconds, place, stages) of the layout that takes the
-            least memory, among the layouts that do not fit. The seconds are a lower bound.
+        smallest: for each family, (bytes, seconds, place, layout, stages) of the layout that takes
+            the least memory, among the layouts that do not fit. The seconds are a lower bound.
     """
 
     def __init__(self):
         self.by_family: dict[str, list[tuple[Prediction, int]]] = {}
-        self.smallest: dict[str, tuple[float, float, int, _Stages]] = {}
+        self.smallest: dict[str, tuple[float, float, int, MeshLayout, _Stages]] = {}
         self._fastest = math.inf
 
     def wants(self, family: str, least: float) -> bool:
@@ -354,9 +391,9 @@ class _Found:
         known.sort(key=lambda each: (each[0].seconds, each[0].memory, each[1]))
         self._fastest = min(self._fastest, prediction.seconds)
 
-    def add_too_large(self, stages: _Stages, least: float, place: int) -> None:
+    def add_too_large(self, layout: MeshLayout, stages: _Stages, least: float, place: int) -> None:
         """Add a layout that does not fit the memory limit and takes at least ``least`` seconds."""
-        family, one = stages.layout.family, (stages.memory, least, place, stages)
+        family, one = layout.family, (stages.memory, least, place, layout, stages)
         self.smallest[family] = min(one, self.smallest.get(family, one), key=lambda f: f[:3])
 
     def fastest(self) -> list[Prediction]:
@@ -372,7 +409,7 @@ class _Found:
 
 
 def least_of_pipeline(
-    layers: float, longest: float, stages: int, micro_batches: int, schedule: str
+    layers: float, longest: float, stages: int, micro_batches: int, waits: bool
 ) -> float:
     """Return a lower bound of the seconds of a step, for every cut into stages.
 
@@ -381,20 +418,21 @@ def least_of_pipeline(
     stages before s at first, and another one goes back through them at last. For a given sum T of
     all t_s, the largest one is least if all are equal: t_{s+1} = (1 - 1/m) t_s. It is then
     T / (1 - (1 - 1/m)^S) for S stages. With zb-h1, where the last pass of a stage may compute
-    gradients of weights, the bound is m T / S. The stage with the slowest layer computes this layer
-    m times, which is another bound.
+    gradients of weights, and if a stage need not wait for the stage before it, the bound is
+    m T / S. The stage with the slowest layer computes this layer m times, which is another bound.
 
     Args:
         layers: seconds of all layers for a micro-batch, forward and backward.
         longest: seconds of the slowest layer.
         stages: number of stages.
         micro_batches: number of micro-batches.
-        schedule: gpipe, 1f1b or zb-h1.
+        waits: True if a micro-batch goes through the stages one after another, forward and then
+            backward, and nothing is computed for it after that.
     """
-    if schedule == "zb-h1":
-        spread = layers * micro_batches / stages
-    else:
+    if waits:
         spread = layers / (1 - (1 - 1 / micro_batches) ** stages)
+    else:
+        spread = layers * micro_batches / stages
     return max(spread, micro_batches * longest)
 
 
@@ -413,7 +451,10 @@ class Planner:
         self.tile_work = lru_cache(None)(self._tile_work)
         self._longest_window = lru_cache(None)(self._find_longest_window)
         self._borders = lru_cache(None)(self._find_borders)
+        self._exchange_points = lru_cache(None)(self._find_exchange_points)
         self._least_part = lru_cache(None)(self._find_least_part)
+        self._fastest_split = lru_cache(None)(self._find_fastest_split)
+        self._cut_on = lru_cache(None)(self._find_cut)
         self._stage_seconds = lru_cache(_MESHES)(self._find_stage_seconds)
         self._peaks_of = lru_cache(_MESHES)(partial(activation_peaks, work.ranges))
 
@@ -468,7 +509,7 @@ class Planner:
             if not found.wants(layout.family, one.least):
                 continue
             if one.stages is not None:
-                found.add(self._predicted(one.stages), one.place)
+                found.add(self._predicted(layout, one.stages), one.place)
             elif layout.stages > 1 and self._least_memory(layout, one.share) > self.limit:
                 add_again(one)
             elif one.share is None:
@@ -480,13 +521,14 @@ class Planner:
                 except ValueError:
                     add_again(one)  # no split into stages fits, or stages would share a weight
                     continue
+                least = self._least_of(layout, stages)
                 if stages.memory <= self.limit:
-                    heappush(queue, replace(one, least=self._least_of(stages), stages=stages))
+                    heappush(queue, replace(one, least=least, stages=stages))
                 else:
-                    found.add_too_large(stages, self._least_of(stages), one.place)
+                    found.add_too_large(layout, stages, least, one.place)
                     add_again(one)
         return found.fastest() or sorted(
-            (self._predicted(stages) for *_, stages in found.smallest.values()),
+            (self._predicted(layout, stages) for *_, layout, stages in found.smallest.values()),
             key=lambda p: (p.seconds, p.memory),
         )
 
@@ -567,52 +609,73 @@ class Planner:
         if exchange == "all":
             share = self._largest_window(grid) / math.prod(work.image)
             return TileWork((share,) * layers, none)
-        along = [self._borders(dim, parts) for dim, parts in enumerate(grid)]
-        slowest = [_largest(borders.maps[0][1]) for borders in along]
-        layout, cell = Layout.of_tile(work.graph, along, exchange, slowest), (0,) * len(grid)
+        tiles = [self._borders(dim, parts) for dim, parts in enumerate(grid)]
+        beyond = frozenset().union(*(tile.reads_beyond for tile in tiles))
+        points = self._exchange_points(beyond, exchange)
         shares, halos = [], list(none)
-        for number in range(layers):
-            view = layout.part(number, cell)
-            shares.append(view.output.pixels / max(1, math.prod(layout.sizes[number + 1])))
-            if number in layout.points:
+        for number, along in enumerate(zip(*(tile.cells(points) for tile in tiles))):
+            cells = math.prod(tile.maps[number + 1][0] for tile in tiles)
+            shares.append(math.prod(dim.output for dim in along) / max(1, cells))
+            if number in points:
                 source = work.graph[number].first
-                had = view.input.intersection(layout.computed(source, cell)).pixels
-                cells = max(1, math.prod(layout.sizes[source]))
-                size = self._bytes(source) / cells * max(0, view.input.pixels - had)
+                cells = max(1, math.prod(tile.maps[source][0] for tile in tiles))
+                arrive = math.prod(dim.input for dim in along) - math.prod(dim.had for dim in along)
+                size = self._bytes(source) / cells * arrive
                 halos[number] = (size, math.prod(min(3, g) for g in grid) - 1)
         return TileWork(tuple(shares), tuple(halos))
 
+    def _find_exchange_points(self, beyond: frozenset[int], exchange: str) -> frozenset[int]:
+        return frozenset(exchange_points(self.work.graph, beyond, exchange))
+
     def _find_borders(self, dim: int, parts: int) -> TileBorders:
-        """Return the borders of all feature maps along a dim with ``parts`` tiles."""
+        """Return the borders of the slowest one of ``parts`` tiles along a dim."""
+        if (alike := self._dims_alike[dim]) != dim:
+            return self._borders(alike, parts)
         n, stride = self.work.image[dim], self.work.reach.stride[dim]
         ends = [b for _, b in split(n, parts, stride)]
-        return TileBorders.of_image(self.work.graph, dim, n, [0, *ends])
+        every = TileBorders.of_image(self.work.graph, dim, n, [0, *ends])
+        return every.only(_largest(every.maps[0][1]))
+
+    @cached_property
+    def _dims_alike(self) -> list[int]:
+        """For each dim, the first dim along which image and layers are the same."""
+        dims, graph = range(len(self.work.image)), self.work.graph
+        facts = [
+            (self.work.image[dim], self.work.reach.stride[dim], [node.along(dim) for node in graph])
+            for dim in dims
+        ]
+        return [facts.index(fact) for fact in facts]
 
     def _bytes(self, source: int) -> float:
         """Return the bytes of a micro-batch's feature map number ``source``; map 0 is the image."""
         costs = self.work.costs
         return costs.layers[source - 1].output if source else costs.sizes[0]
 
-    def _seconds_on(self, layout: MeshLayout) -> Seconds:
-        """Return the seconds of the layers on the slowest tile, including the time of messages."""
-        tile, costs = self.tile_work(layout.tiles, layout.exchange), self.work.costs
-        besides = self._messages(layout, tile)
-        return Seconds(
-            [share * s + more for share, s, more in zip(tile.shares, costs.forward, besides)],
-            [share * s + more for share, s, more in zip(tile.shares, costs.backward, besides)],
+    def _layers_on_tile(self, layout: MeshLayout) -> _LayersOnTile:
+        return _LayersOnTile(
+            self.tile_work(layout.tiles, layout.exchange),
+            layout.tiles.volume * layout.stages,
+            self._norm_seconds(layout),
         )
 
-    def _messages(self, layout: MeshLayout, tile: TileWork) -> list[float]:
+    def _seconds_on(self, layers: _LayersOnTile) -> Seconds:
+        """Return the seconds of the layers on the slowest tile, including the time of messages."""
+        besides, shares, costs = self._messages(layers), layers.tile.shares, self.work.costs
+        return Seconds(
+            [share * s + more for share, s, more in zip(shares, costs.forward, besides)],
+            [share * s + more for share, s, more in zip(shares, costs.backward, besides)],
+        )
+
+    def _messages(self, layers: _LayersOnTile) -> list[float]:
         """Return the seconds that a pass of each layer takes besides its computation.
 
         They are the time to call the layer, its halo messages and the statistics of its norm.
         """
-        neighbours, norm = layout.tiles.volume * layout.stages, self._norm_seconds(layout)
         return [
             self.machine.call
-            + norm * (number in self.work.norms)
-            + (self.machine.message(neighbours, size, count) if count else 0.0)
-            for number, (size, count) in enumerate(tile.halos)
+            + layers.norm * (number in self.work.norms)
+            + (self.machine.message(layers.neighbours, size, count) if count else 0.0)
+            for number, (size, count) in enumerate(layers.tile.halos)
         ]
 
     def least_seconds(self, layout: MeshLayout) -> float:
@@ -620,11 +683,11 @@ class Planner:
 
         The bound holds for every cut into stages (:func:`least_of_pipeline`).
         """
-        tile, again = self.tile_work(layout.tiles, layout.exchange), _again(layout)
+        on_tile, again = self._layers_on_tile(layout), _again(layout)
         seconds = [
             share * ((1 + again) * layer.forward + layer.backward) + (2 + again) * more
             for layer, share, more in zip(
-                self.work.costs.layers, tile.shares, self._messages(layout, tile)
+                self.work.costs.layers, on_tile.tile.shares, self._messages(on_tile)
             )
         ]
         return self._least(layout, sum(seconds), max(seconds))
@@ -666,14 +729,13 @@ class Planner:
             longest: seconds of the slowest layer.
         """
         most = max(self.work.parameters / layout.stages, self._most_parameters)
-        pipeline = least_of_pipeline(
-            layers, longest, layout.stages, layout.micro_batches, layout.schedule
-        )
+        waits = self.work.chained and not splits(layout.schedule)
+        pipeline = least_of_pipeline(layers, longest, layout.stages, layout.micro_batches, waits)
         return _ROUNDED * (pipeline + sum(self._after(layout, self.work.costs.weight_bytes * most)))
 
-    def _least_of(self, stages: _Stages) -> float:
+    def _least_of(self, layout: MeshLayout, stages: _Stages) -> float:
         """Return a lower bound of the seconds of a step whose stages are known."""
-        after = sum(self._after(stages.layout, stages.weights))
+        after = sum(self._after(layout, stages.weights))
         return _ROUNDED * (stages.least_seconds + after)
 
     @cached_property
@@ -760,7 +822,7 @@ class Planner:
         Raises:
             ValueError: the network cannot be cut into the stages of the layout.
         """
-        return self._predicted(self._cut(layout))
+        return self._predicted(layout, self._cut(layout))
 
     def _cut(self, layout: MeshLayout) -> _Stages:
         """Return the fastest stages for a layout, with the memory that they take.
@@ -768,42 +830,53 @@ class Planner:
         Raises:
             ValueError: the network cannot be cut into the stages of the layout.
         """
-        work, layers = self.work, len(self.work.costs.layers)
-        tile = self.tile_work(layout.tiles, layout.exchange)
-        policy = self._policy(layout)
-        held = self._peaks(layout.stages, policy, tile)
-        seconds, of_stages = self._stage_seconds(replace(layout, schedule="1f1b"))
-        if layout.stages == 1:
-            balance = [layers]
-        else:
-            balance = fastest_split(
-                of_stages, layout.stages, held, max(0.0, self.limit - self.machine.base)
-            )
-        partition = work.partitioner.cut(balance)
-        most = max(held[s, part.start, part.stop] for s, part in enumerate(partition.ranges))
-        neighbours, share = layout.tiles.volume * layout.stages, max(tile.shares)
+        found = self._cut_on(self._layers_on_tile(layout), layout.stages, self._policy(layout))
+        if found is None:
+            raise ValueError(f"no split into {layout.stages} stages fits {self.limit:.3g} B")
+        return found
+
+    def _find_cut(self, on_tile: _LayersOnTile, stages: int, policy: Policy) -> _Stages | None:
+        """Return the fastest stages, or None if no split into stages fits the memory limit."""
+        seconds, balance = self._fastest_split(on_tile, stages, policy.recompute)
+        memory = self._memory_of(balance, policy, on_tile.tile)
+        if stages > 1 and memory > self.limit:
+            limit = max(0.0, self.limit - self.machine.base)
+            fits = (table <= limit for table in self._peaks(stages, policy, on_tile.tile))
+            balance = split_within(self._stage_seconds(on_tile, policy.recompute), stages, fits)
+            if balance is None:
+                return None
+            memory = self._memory_of(balance, policy, on_tile.tile)
+        partition, share = self.work.partitioner.cut(balance), max(on_tile.tile.shares)
         travels = tuple(
-            self.machine.message(neighbours, share * self._bytes(edge.map))
+            self.machine.message(on_tile.neighbours, share * self._bytes(edge.map))
             for edge in partition.edges
         )
-        memory = float(self.machine.base + most)
-        return _Stages(layout, work.costs, seconds, policy, partition, travels, memory)
+        return _Stages(self.work.costs, seconds, policy, partition, travels, memory)
 
-    def _find_stage_seconds(self, layout: MeshLayout) -> tuple[Seconds, np.ndarray]:
-        """Return the seconds of the layers and of all possible stages (:func:`stage_seconds`).
+    def _find_fastest_split(
+        self, on_tile: _LayersOnTile, stages: int, recompute: str
+    ) -> tuple[Seconds, list[int]]:
+        """Return the seconds of the layers, and the fastest stages if memory were no limit."""
+        seconds = self._seconds_on(on_tile)
+        if stages == 1:
+            return seconds, [len(self.work.costs.layers)]
+        return seconds, split_within(self._stage_seconds(on_tile, recompute), stages)
 
-        They are the same for all schedules, because the search has no layout that recomputes some
-        micro-batches only.
+    def _find_stage_seconds(self, on_tile: _LayersOnTile, recompute: str) -> np.ndarray:
+        """Return the seconds of layers a..b-1 as a stage, in entry [a, b].
+
+        They are the same for all stages and schedules, because the search has no layout that
+        recomputes some micro-batches only.
         """
-        seconds, policy = self._seconds_on(layout), self._policy(layout)
-        return seconds, stage_seconds(seconds, self.work.ranges, policy, layout.stages)
+        seconds, policy = self._seconds_on(on_tile), Policy(recompute=recompute)
+        return stage_seconds(seconds, self.work.ranges, policy, 1)[0]
 
-    def _predicted(self, found: _Stages) -> Prediction:
+    def _predicted(self, layout: MeshLayout, found: _Stages) -> Prediction:
         """Return the prediction for a layout whose stages are known."""
-        work, machine, layout = self.work, self.machine, found.layout
+        work, machine = self.work, self.machine
         tile = self.tile_work(layout.tiles, layout.exchange)
         neighbours = layout.tiles.volume * layout.stages
-        span, busiest = self._pipeline(found)
+        span, busiest = found.simulated
         m, ideal = layout.micro_batches, (1 / layout.tiles.volume,) * len(tile.shares)
         once = m * self._layers(ideal) / layout.stages
         computed = m * self._layers(tile.shares) / layout.stages
@@ -838,43 +911,40 @@ class Planner:
             return 0.0
         return self.machine.sum(ranks, _MOMENTS * 64)
 
-    def _pipeline(self, found: _Stages) -> tuple[float, float]:
-        """Simulate the pipeline of a layout.
+    def _memory_of(self, balance: Sequence[int], policy: Policy, tile: TileWork) -> float:
+        """Return the bytes of the rank with the highest peak, if the stages have these layers."""
+        ranges, stages, stop = self.work.ranges, len(balance), 0
+        lasting = ranges.lasting(policy.optimizer_copies)
+        copied, held = self._copied(tile), _held_at_once(stages, policy)
+        found = []
+        for stage, layers in enumerate(balance):
+            start, stop = stop, stop + layers
+            load = ranges.load_at(
+                largest_holdings(stage, stages, policy), splits(policy.schedule), (start, stop)
+            )
+            load += held[stage] * sum(copied[start:stop])
+            found.append(lasting[start, stop] + self.machine.spread * max(tile.shares) * load)
+        return float(self.machine.base + max(found))
 
-        Returns:
-            The seconds from the start of the first pass to the end of the last one, and the seconds
-            that the busiest rank computes.
-        """
-        layout, seconds = found.layout, found.seconds
-        if layout.stages == 1:
-            passes = found.policy.forward_passes(0, 1)
-            busy = layout.micro_batches * (passes * sum(seconds.forward) + sum(seconds.backward))
-            return busy, busy
-        passes_of = StagePasses(
-            Modelled(found.tile_costs(), 1),
-            found.partition,
-            orders(layout.schedule, found.partition.placement, layout.micro_batches),
-            layout.recompute,
-            1,
-        )
-        run = passes_of.simulated(1.0, dict(zip(found.partition.edges, found.travels)).__getitem__)
-        return run.makespan, run.makespan * (1 - min(run.idle))
+    def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> Iterator[np.ndarray]:
+        """Yield, for each stage, the peak bytes of layers a..b-1 on a tile in entry [a, b]."""
+        lasting, copied = self.work.ranges.lasting(policy.optimizer_copies), self._copied(tile)
+        twice = sums(copied) if any(copied) else None
+        held = _held_at_once(stages, policy)
+        for stage, activations in enumerate(self._peaks_of(stages, policy)):
+            if twice is not None:
+                activations = activations + held[stage] * twice
+            yield lasting + self.machine.spread * max(tile.shares) * activations
 
-    def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> np.ndarray:
-        """Return the peak bytes of all possible stages on a tile, (S, n + 1, n + 1).
+    def _copied(self, tile: TileWork) -> list[float]:
+        """Return, for each layer, the bytes of its input that a tile holds twice.
 
         A map that arrives with its halo is a copy of the map that the tile computed.
         """
-        activations = self._peaks_of(stages, policy)
-        copied = [
+        return [
             self._bytes(node.first) if count else 0
             for node, (_, count) in zip(self.work.graph, tile.halos)
         ]
-        if any(copied):
-            held = np.array(_held_at_once(stages, policy))
-            activations = activations + held[:, None, None] * sums(copied)
-        lasting = self.work.ranges.lasting(policy.optimizer_copies)
-        return lasting + self.machine.spread * max(tile.shares) * activations
 
 
 def _held_at_once(stages: int, policy: Policy) -> list[int]:

@@ -12,9 +12,9 @@ benchmarks/stage_memory.py compares this model with measured memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from distseg.planning.balance import sums
 from distseg.planning.cost import Costs, Seconds
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.schedule import SCHEDULES, splits
-from distseg.runtime.stage_program import AHEAD, recomputed, soon
+from distseg.runtime.stage_program import AHEAD, recomputed
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,18 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
     """
     actions = policy.actions(stage, stages)
     again = recomputed(actions, policy.recompute)
+    # True for each forward pass and False for each backward pass, in order.
+    passes = [isinstance(a, Forward) for a in actions if not isinstance(a, Weight)]
     late = max(stages - 2 - stage, int(stage + 1 < stages))
-    full = inputs = put_off = 0
+    full = inputs = put_off = done = 0
     found = set()
-    for place, action in enumerate(actions):
+    for action in actions:
+        if isinstance(action, Weight):
+            put_off -= 1
+            continue
         dropped = (action.stage, action.micro_batch) in again
-        ahead = [isinstance(a, Forward) for a in soon(actions, place) if a is not action]
+        done += 1
+        ahead = passes[done : done + AHEAD]
         arriving, returning = sum(ahead), len(ahead) - sum(ahead)
         if isinstance(action, Forward):
             full, inputs = full + (not dropped), inputs + dropped
@@ -143,8 +149,6 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
             full -= not dropped
             inputs -= dropped
             put_off += splits(policy.schedule)
-        if isinstance(action, Weight):
-            put_off -= 1
     return found
 
 
@@ -226,6 +230,16 @@ class Ranges:
         """
         return ((2 + copies) * self.weight_bytes + self.cast_bytes) * self.parameters
 
+    def load_at(self, held: frozenset[Held], apart: bool, where: tuple[int, int]) -> float:
+        """Return one entry of :attr:`load` without computing the others.
+
+        Args:
+            held: what the stage may hold at once.
+            apart: True for a schedule that computes weight gradients later.
+            where: the entry (a, b).
+        """
+        return max(float(load) for load in self._loads(held, apart, where))
+
     @cached_property
     def load(self) -> Callable[[frozenset[Held], bool], np.ndarray]:
         """Function that returns the bytes of activations and of the backward pass at the peak.
@@ -236,27 +250,23 @@ class Ranges:
         return lru_cache(_LOADS)(self._load)
 
     def _load(self, held: frozenset[Held], apart: bool) -> np.ndarray:
+        return reduce(np.maximum, self._loads(held, apart, ...))
+
+    def _loads(self, held: frozenset[Held], apart: bool, where) -> Iterator[np.ndarray]:
+        """Yield the bytes of activations and of the backward pass at ``where``, for each moment."""
         working = self.working_apart if apart else self.working
         tables = (self.full, self.inputs, self.received, self.sent, self.put_off, working)
-        found = None
+        entries = [table[where] for table in tables]
         for one in held:
-            load = sum(
-                number * table
-                for number, table in zip(
-                    (
-                        one.full,
-                        one.inputs,
-                        one.arriving,
-                        one.returning + one.leaving,
-                        one.put_off,
-                        one.backward,
-                    ),
-                    tables,
-                )
-                if number
+            numbers = (
+                one.full,
+                one.inputs,
+                one.arriving,
+                one.returning + one.leaving,
+                one.put_off,
+                one.backward,
             )
-            found = load if found is None else np.maximum(found, load)
-        return found
+            yield sum(number * entry for number, entry in zip(numbers, entries) if number)
 
 
 _LOADS = 512  # tables that Ranges.load keeps

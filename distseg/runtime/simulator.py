@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
@@ -32,15 +33,12 @@ class Simulation:
     Attributes:
         spans: the spans of computation, in order for each rank.
         ranks: the number of ranks.
-        peak_micro_batches: the largest number of micro-batches whose activations each stage holds
-            at once. Activations that a postponed weight gradient still needs are included.
     """
 
     spans: tuple[Span, ...]
     ranks: int
-    peak_micro_batches: tuple[int, ...]
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """Time in seconds at which the last action ends."""
         return max((span.end for span in self.spans), default=0.0)
@@ -110,7 +108,7 @@ def simulate(
                 "change the order of the actions, because these ranks are in a deadlock: "
                 + "; ".join(waits)
             )
-    return Simulation(tuple(run.spans), len(orders), peak_micro_batches(orders, len(placement)))
+    return Simulation(tuple(run.spans), len(orders))
 
 
 def _action(operations: Sequence[Operation]) -> Action:

@@ -88,17 +88,6 @@ def _next_is_own_backward(order: Sequence[Action], place: int) -> bool:
     return any((f.stage, f.micro_batch) == (action.stage, action.micro_batch) for f in following)
 
 
-def soon(order: Sequence[Action], place: int) -> list[Action]:
-    """Return the actions whose receives are posted when action ``order[place]`` begins.
-
-    These are the first ``1 + AHEAD`` forward and backward passes from this action on, this action
-    included. ``AHEAD`` is a constant of this module. Weight gradients are left out, because they
-    receive nothing.
-    """
-    following = (order[n] for n in range(place, len(order)))
-    return list(islice((a for a in following if not isinstance(a, Weight)), 1 + AHEAD))
-
-
 def receives_ahead(program: Sequence[Operation], place: int) -> Iterator[Recv]:
     """Yield, in order, the receives of the next ``1 + AHEAD`` forward and backward passes.
 

@@ -21,8 +21,9 @@ import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache, reduce
+from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
+from typing import NamedTuple
 
 from distseg.config.sizes import Size
 from distseg.tiling.access_pattern import Span
@@ -109,10 +110,14 @@ class Layout:
             TileBorders.of_image(graph, dim, n, borders)
             for dim, (n, borders) in enumerate(zip(image, borders))
         ]
-        points = _exchange_points(graph, along, exchange_every, fuse_below)
-        self._fill(graph, along, frozenset(_earlier(graph, point, stored) for point in points))
-
-    def _fill(self, graph: Graph, along: Sequence[TileBorders], points: frozenset[int]) -> None:
+        beyond = frozenset().union(*(borders.reads_beyond for borders in along))
+        small = {
+            number
+            for number in beyond
+            if any(borders.shortest(graph[number].first) < fuse_below for borders in along)
+        }
+        found = exchange_points(graph, beyond, exchange_every, small)
+        points = frozenset(_earlier(graph, point, stored) for point in found)
         maps = [borders.maps for borders in along]
         self.graph, self.image = graph, tuple(m[0][0] for m in maps)
         self.grid = tuple(len(m[0][1]) - 1 for m in maps)
@@ -126,25 +131,6 @@ class Layout:
         self._starts = [{start: k for k, start in enumerate(m[0][1])} for m in maps]
         self._parts: dict[tuple, LayerView] = {}
         self.along = lru_cache(_SPANS)(self._along)
-
-    @classmethod
-    def of_tile(
-        cls, graph: Graph, along: Sequence[TileBorders], exchange_every: str, cell: Sequence[int]
-    ) -> Layout:
-        """Return a layout that has only one of the tiles, at position (0, ..., 0).
-
-        It takes less time than the layout of all tiles, in which this tile has the same boxes.
-
-        Args:
-            graph: the network.
-            along: the borders of all tiles along each dim.
-            exchange_every: how often tiles exchange (:class:`Layout`).
-            cell: the position of the tile in the grid.
-        """
-        layout = cls.__new__(cls)
-        points = frozenset(_exchange_points(graph, along, exchange_every, 0))
-        layout._fill(graph, [borders.only(c) for borders, c in zip(along, cell)], points)
-        return layout
 
     def check_result(self, borders: Sequence[Sequence[int]]) -> Layout:
         """Check that the result of the model has the image's size, and return this layout.
@@ -265,6 +251,20 @@ _SPANS = 512  # results that the cache of Layout.along keeps
 _Map = tuple[int, tuple[int, ...]]  # size and cuts of a feature map along one dim
 
 
+class TileCells(NamedTuple):
+    """Numbers of cells of one tile at one node along one dim.
+
+    Attributes:
+        input: cells of the node's first input from which the tile computes its part of the result.
+        had: those of them that the tile has before it receives a halo from other tiles.
+        output: cells of the result that the tile computes.
+    """
+
+    input: int
+    had: int
+    output: int
+
+
 class TileBorders:
     """Tile borders of every feature map along one dim, and the cells that tiles need between them.
 
@@ -276,9 +276,9 @@ class TileBorders:
 
     def __init__(self, graph: Graph, dim: int, maps: list[_Map]):
         self.graph, self.dim, self.maps = graph, dim, maps
-        self.reads_beyond = lru_cache(None)(self._reads_beyond)
         self.needs = lru_cache(None)(self._needs)
         self.only = lru_cache(None)(self._only)
+        self.cells = lru_cache(None)(self._cells)
 
     @classmethod
     def of_image(cls, graph: Graph, dim: int, n: int, borders: Sequence[int]) -> TileBorders:
@@ -301,8 +301,12 @@ class TileBorders:
         """Return the number of cells of map ``source`` that the shortest tile owns."""
         return min(b - a for a, b in pairwise(self.maps[source][1]))
 
+    @cached_property
+    def reads_beyond(self) -> frozenset[int]:
+        """The nodes for whose result some tile needs cells of other tiles."""
+        return frozenset(n for n in range(len(self.graph)) if self._reads_beyond(n))
+
     def _reads_beyond(self, number: int) -> bool:
-        """Return True if some tile needs cells of other tiles for its part of a node's result."""
         node, dim = self.graph[number], self.dim
         pattern = node.along(dim)
         if pattern is not None and pattern.alike:
@@ -326,6 +330,24 @@ class TileBorders:
         sizes = [n for n, _ in self.maps]
         numbers = range(len(self.graph))
         return needs_along(self.graph, numbers, self.dim, sizes, owned[-1], owned, points)[0]
+
+    def _cells(self, points: frozenset[int]) -> list[TileCells]:
+        """Return, for each node, how many cells the first tile reads and computes along the dim.
+
+        Args:
+            points: the nodes before which tiles exchange.
+        """
+        needs, found = self.needs(points), []
+        for number, need in enumerate(needs):
+            source = self.graph[number].first
+            if source:
+                a, b = needs[source - 1].output[0]
+            else:
+                a, b = needs[self.graph.readers[0][0]].available[0]
+            (first, last), (start, stop) = need.input[0], need.output[0]
+            had = max(0, min(b, last) - max(a, first))
+            found.append(TileCells(last - first, had, stop - start))
+        return found
 
 
 def _maps(graph: Graph, dim: int, n: int, borders: tuple[int, ...]) -> list[_Map]:
@@ -422,7 +444,7 @@ def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Ma
 
 @dataclass(frozen=True)
 class _Since:
-    """Notes of :func:`_exchange_points` on a map: what has happened since the last exchange.
+    """Notes of :func:`exchange_points` on a map: what has happened since the last exchange.
 
     A layer reads beyond its tile if a tile of its result needs cells of neighbouring tiles.
 
@@ -443,21 +465,21 @@ class _Since:
     bare: bool = False
 
 
-def _exchange_points(
-    graph: Graph, along: Sequence[TileBorders], every: str, fuse_below: int
+def exchange_points(
+    graph: Graph, beyond: Container[int], every: str, small: Container[int] = ()
 ) -> list[int]:
     """Return the numbers of the nodes before which tiles exchange.
 
     These are the nodes that ``every`` asks for, without the nodes that share an earlier exchange
-    because of ``fuse_below``. Nodes before which an exchange cannot be avoided are added. A node
-    is of this kind if it depends on a map after an exchange and on a map without one.
+    because their tiles are small. Nodes before which an exchange cannot be avoided are added. A
+    node is of this kind if it depends on a map after an exchange and on a map without one.
 
     Args:
         graph: the network.
-        along: the tile borders of all feature maps, for each dim.
+        beyond: the nodes for whose result a tile needs cells of other tiles.
         every: the value of ``exchange_every`` (:class:`Layout`).
-        fuse_below: the least number of cells of a tile that needs its own exchange
-            (:class:`Layout`).
+        small: the nodes in ``beyond`` whose first input has a tile of fewer cells than
+            ``fuse_below`` along some dim (:class:`Layout`).
     """
     points: list[int] = []
     since = [_Since()]
@@ -467,19 +489,16 @@ def _exchange_points(
         bare = any(source.bare for source in sources)
         bare = bare or behind and not all(source.behind for source in sources)
         eaten, fused = sources[0].eaten, sources[0].fused
-        if any(borders.reads_beyond(number) for borders in along):
-            small = fuse_below > 0 and any(
-                borders.shortest(node.first) < fuse_below for borders in along
-            )
+        if number in beyond:
             if every == "level":
                 due = eaten == 0
             else:
                 due = every != "all" and eaten % int(every) == 0
-            if due and not (small and fused) or bare:
+            if due and not (number in small and fused) or bare:
                 points.append(number)
                 eaten = 0 if bare else eaten  # an unavoidable exchange restarts the count
                 behind, bare = True, False
-            eaten, fused = eaten + 1, small
+            eaten, fused = eaten + 1, number in small
         if every == "level" and any(f.pixels(Fraction(1)) != 1 for f in node.footprints):
             eaten = 0
         since.append(_Since(eaten, fused, behind, bare))

@@ -4,17 +4,20 @@ import json
 import math
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 import yaml
 from torch import nn
 
+import distseg.cli.plan_layouts as plan_pictures
 from distseg.cli.main import _config, _parse, _parser, main
 from distseg.cli.plan_layouts import (
     PlannedTraining,
     choose_layout,
     notes_on,
+    plan_layouts,
     text,
     with_best_layout,
 )
@@ -29,9 +32,18 @@ from distseg.config.settings import (
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import plain_model
+from distseg.planning.layout_pictures import plot_layouts
 from distseg.planning.machine import NUMBERS, as_profile, load_machine, profile_names
-from distseg.planning.mesh_search import MeshLayout, Planner, Prediction, _Found, _held_at_once
+from distseg.planning.mesh_search import (
+    FAMILIES,
+    MeshLayout,
+    Planner,
+    Prediction,
+    _Found,
+    _held_at_once,
+)
 from distseg.planning.stage_memory import Policy, largest_holdings
+from distseg.report.style import PALETTE
 from distseg.tiling.tile import tiles, window
 from distseg.training.verify import verify
 
@@ -155,6 +167,36 @@ def test_the_search_finds_the_best_layouts_of_branches(batch, limit):
     plan = Planner(training.work(at), at, limit)
     assert not plan.work.chained
     assert plan.best(6) == best_of_all(plan, 6)
+
+
+@pytest.mark.slow
+def test_the_front_has_the_fastest_layouts_within_their_memory():
+    smallest = min(one.memory for one in planner(batch=2, limit=1).best(2))
+    plan = planner(batch=2, limit=2 * smallest)
+    searches = list(plan.front(2))
+    assert len(searches) > 1 and searches[0] == plan.best(2)
+    for before, after in pairwise(searches):
+        limit = 0.8 * before[0].memory
+        assert after == planner(batch=2, limit=limit).best(2)
+        assert after[0].memory <= limit and after[0].seconds >= before[0].seconds
+    last = planner(batch=2, limit=0.8 * searches[-1][0].memory)
+    assert last.best(2)[0].memory > last.limit
+
+
+@pytest.mark.parametrize("one", [layout(m=3), layout(samples=2, stages=2, m=2)])
+def test_the_spans_of_a_layout_take_as_long_as_its_step(one):
+    plan = planner()
+    spans, predicted = plan.spans(one), plan.predict(one)
+    assert max(span.end for span in spans) == pytest.approx(predicted.seconds)
+    assert {span.rank for span in spans} == set(range(one.stages))
+    reduced = sum(span.seconds for span in spans if span.kind == "reduce")
+    assert reduced == pytest.approx(one.stages * predicted.parts["sum of gradients"])
+
+
+def test_families_have_names():
+    plan = planner(batch=8)
+    found = {one.family for ranks in (1, 8) for one in plan.candidates(ranks)}
+    assert found == set(FAMILIES) and len(FAMILIES) <= len(PALETTE)
 
 
 def test_the_search_predicts_few_layouts(monkeypatch):
@@ -432,6 +474,73 @@ def test_the_command_plans_for_another_machine(tmp_path, capsys):
     )
 
 
+COMMENTED = """\
+# A job.
+model: {name: unet, depth: 2, num_convs: 2, base_channels: 4, in_channels: 3, out_channels: 3}
+mesh:
+  layout: auto  # for train
+train:
+  accumulate: 4  # images of a step
+pipeline:
+  balance:
+    - 3
+    - 17
+  # the end
+data: {images: 1}
+"""
+
+
+@pytest.mark.parametrize("limit, streams", [("1GB", True), ("16GB", False)])
+def test_the_chosen_layout_is_written_among_the_comments(tmp_path, capsys, limit, streams):
+    path, output = tmp_path / "c.yaml", tmp_path / "out.yaml"
+    path.write_text(COMMENTED)
+    words = [str(path), "--ranks", "2", "--image", "96x128", "--machine", "a100", "--limit", limit]
+    assert not run(["plan", *words, "--train.seed", "5", "--write", str(output)])
+    assert f"next: mpirun -n 2 distseg train {output}" == capsys.readouterr().out.split("\n")[-2]
+    written = output.read_text()
+    assert all(word in written for word in ("# A job.", "# for train", "# images", "# the end"))
+    config, before = (_config(_parse(_parser("train"), [str(file)])) for file in (output, path))
+    assert config.mesh.samples * config.mesh.tiles.volume * config.mesh.stages == 2
+    assert config.mesh.samples * config.train.accumulate == 4 and config.train.seed == 5
+    assert (config.mesh.layout, config.pipeline.balance) == ("given", None)
+    assert (config.streaming.memory == 900_000_000) == streams
+    assert (config.model, config.loss) == (before.model, before.loss)
+    assert path.read_text() == COMMENTED
+
+
+def test_the_pictures_of_a_plan(tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plan_pictures, "plot_layouts", lambda *a, **k: drawn.append(a))
+    words = [config_file(tmp_path), "--ranks", "2", "--image", "96x128", "--machine", "a100"]
+    assert not run(["plan", *words, "--picture", str(tmp_path / "plan.svg")])
+    assert str(tmp_path / "plan-timeline.svg") in capsys.readouterr().err
+    assert (tmp_path / "plan-timeline.svg").stat().st_size > 1000
+    ((layouts, front, limit, output, steps, _),) = drawn
+    assert set(map(id, front)) <= set(map(id, layouts)) and output == tmp_path / "plan.svg"
+    plot_layouts(layouts, front, limit, output, 10)
+    said = output.read_text()
+    assert all(f"<!-- {one.layout.family} -->" in said for one in layouts)
+    assert f"<!-- {min(front, key=lambda one: one.seconds).layout} -->" in said
+
+
+def test_text_that_cannot_be_changed_is_refused(tmp_path, refused):
+    path = tmp_path / "c.yaml"
+    path.write_text("data: &it {images: 1}\nmodel: {in_channels: 3, out_channels: 3}\n...\n")
+    words = ["--ranks", "2", "--image", "96x128", "--machine", "a100", "--batch", "2"]
+    said = refused("plan", str(path), *words, "--write", str(tmp_path / "out.yaml"))
+    assert "cannot be" in said and not (tmp_path / "out.yaml").exists(), said
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.covering(cases=1)
+def test_train_chooses_the_layout_that_plan_prints(comm, monkeypatch):
+    monkeypatch.setattr(PlannedTraining, "measure", lambda *_: machine(memory=16e9))
+    for given in (auto(), auto(train=TrainConfig(accumulate=1, precision="fp64"))):
+        planned = plan_layouts(given, comm, comm.size, Size("49x67"))
+        chosen = with_best_layout(given, comm, Size("49x67"))
+        assert comm.rank or planned.config == chosen
+
+
 def test_the_command_times_this_machine_and_saves_it(tmp_path, capsys):
     words = [config_file(tmp_path), "--ranks", "2", "--image", "64x64"]
     assert not run(["plan", *words, "--save", str(tmp_path / "here.yaml"), "--json"])
@@ -554,7 +663,8 @@ def test_a_network_that_cannot_be_followed_splits_samples(comm):
 def test_all_images_must_fit_the_chosen_tiles():
     """An image as small as the network's stride leaves only layouts without tiles."""
     plan = planner(batch=1, at=machine(**FREE))
-    small = choose_layout(plan, 4, [(96, 128), (4, 4)])
+    sizes = [(96, 128), (4, 4)]
+    small = choose_layout(plan, 4, sizes, plan.best(4, sizes))
     assert small.layout.tiles.volume == 1 and small.memory is None
     grids = {one.tiles for one in plan.candidates(4, [(8, 4)])}
     assert grids == {Size("1x1"), Size("2x1")}
@@ -562,11 +672,11 @@ def test_all_images_must_fit_the_chosen_tiles():
 
 @pytest.mark.parametrize("batch, mesh", [(1, (1, 4)), (2, (2, 2)), (4, (4, 1)), (6, (2, 2))])
 def test_tiles_are_streamed_if_no_layout_fits(batch, mesh):
-    found = choose_layout(planner(batch=batch, limit=1e6), 4, [(96, 128)])
+    plan = planner(batch=batch, limit=1e6)
+    found = choose_layout(plan, 4, [(96, 128)], plan.best(4))
     assert (found.layout.samples, found.layout.tiles.volume) == mesh
     assert found.layout.stages == 1 and found.memory == 900_000
-    with pytest.raises(ValueError, match="no layout on 4 ranks can cut all images"):
-        choose_layout(planner(batch=1, limit=1e6), 4, [(4, 4)])
+    assert choose_layout(planner(batch=1, limit=1e6), 4, [(4, 4)], []) is None
 
 
 @pytest.mark.parallel([1, 2])
@@ -618,7 +728,7 @@ def test_the_table_names_what_is_lost():
         fits=True,
         steps=10,
     )
-    said = text({**facts, "layouts": rows, "hangs_on": []}, "c.yaml")
+    said = text({**facts, "layouts": rows, "chosen": {}, "hangs_on": []}, "c.yaml")
     for family in {p.layout.family for p in best} - {best[0].layout.family}:
         assert f"{family}: its best layout takes" in said
     assert "an epoch of 10 steps" in said

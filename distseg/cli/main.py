@@ -30,6 +30,7 @@ from distseg.config.file import (
     check_value,
     listed,
     read_settings,
+    read_text,
     renamed_value,
     sections,
     sections_in,
@@ -430,7 +431,7 @@ def _layouts(arguments: list[str]) -> int:
         "--image",
         type=Size | None,
         default=None,
-        help="Size of the images, such as 512x512; by default the size of the store's samples.",
+        help="Size of the images, such as 512x512; by default that of the store's largest sample.",
     )
     parser.add_argument(
         "--machine",
@@ -455,12 +456,32 @@ def _layouts(arguments: list[str]) -> int:
     parser.add_argument(
         "--save", type=str | None, default=None, help="Write the machine's profile to this file."
     )
+    parser.add_argument(
+        "--write",
+        type=str | None,
+        default=None,
+        help="Write the config with the best layout to this file.",
+    )
+    parser.add_argument(
+        "--picture",
+        type=str | None,
+        default=None,
+        help="Draw time and memory of the layouts to this file, such as plan.png, and the "
+        "timeline of the fastest one beside it.",
+    )
     parser.add_argument("--json", action="store_true", help="Print one object; seconds and bytes.")
 
     @_joint
     def settle() -> tuple[Config, dict]:
         parsed = _parse(parser, arguments)
         _check_count("--ranks", parsed.ranks)
+        _check_file(parsed.save, "--save")
+        _check_file(parsed.write, "--write")
+        _check_file(parsed.picture, "--picture")
+        if parsed.picture is not None:
+            from distseg.report.style import need_matplotlib
+
+            need_matplotlib()
         if parsed.batch is not None:
             _check_count("--batch", parsed.batch)
         return _config(parsed), _own(parsed)
@@ -480,10 +501,57 @@ def _layouts(arguments: list[str]) -> int:
         if found is not None:
             if flags["save"]:
                 with atomic_write(flags["save"]) as growing:
-                    growing.write_text(found["profile"])
-            path = next((a for a in arguments if a.endswith((".yaml", ".yml"))), "CONFIG")
-            print(json.dumps(found, indent=1) if flags["json"] else text(found, path), flush=True)
+                    growing.write_text(found.facts["profile"])
+            path, facts = _file_among(arguments), found.facts
+            if flags["write"]:
+                _write_config(found.config, path, flags["write"])
+                path, facts = flags["write"], {**facts, "chosen": {}}
+            print(json.dumps(facts, indent=1) if flags["json"] else text(facts, path or "CONFIG"))
+            if flags["picture"]:
+                pictures = found.draw(Path(flags["picture"]))
+                print(" ".join(map(str, pictures)), file=sys.stderr)
     return 0
+
+
+def _file_among(arguments: list[str]) -> str | None:
+    """Return the config file that the arguments name, or None if they name none or several."""
+    words = ["--config", *arguments] if arguments[0][:1] != "-" else arguments
+    words = [part for word in words for part in re.split("(?<=^--config)=", word)]
+    found = [value for flag, value in zip(words, words[1:]) if flag == "--config"]
+    return found[0] if len(found) == 1 else None
+
+
+def _write_config(config: Config, path: str | None, output: str) -> None:
+    """Write a config file with all settings of ``config``, in the words of another file.
+
+    Args:
+        config: the settings.
+        path: the file whose comments and order are kept; None for a file of the settings that are
+            not their defaults.
+        output: the file to write, which may be ``path``.
+
+    Raises:
+        ValueError: the settings cannot be written into the text of ``path``.
+    """
+    from distseg.config.edit import differences, with_settings
+
+    def read(file: str | None) -> Config:
+        return _config(_parse(_parser("plan"), [] if file is None else [str(file)]))
+
+    before = "" if path is None else read_text(path)
+    changed = differences(read(path), config)
+    with atomic_write(output) as growing:
+        try:
+            growing.write_text(with_settings(before, changed), encoding="utf-8")
+            left = differences(read(growing), config)
+        except ValueError:  # the new text is no config
+            left = changed
+        if left:
+            name, value = next(iter(left.items()))
+            raise ValueError(
+                f"{name} cannot be set to {value} in the text of {path}: write its sections as "
+                "indented lines without braces and anchors, or leave --write out"
+            )
 
 
 def _calibrate(arguments: list[str]) -> int:

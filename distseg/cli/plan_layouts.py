@@ -12,9 +12,10 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -42,10 +43,12 @@ from distseg.models.bands import channels_of
 from distseg.models.capture.capture import as_network
 from distseg.models.network import flat_layers, is_flat, of_image
 from distseg.planning.cost import Costs, modelled
+from distseg.planning.layout_pictures import plot_layouts
 from distseg.planning.machine import Machine, as_profile, load_machine
 from distseg.planning.mesh_search import MeshLayout, Planner, Prediction, Work
 from distseg.planning.roofline import CORE, fastest, this_cpu
 from distseg.planning.stage_memory import Policy, ranges_of, stage_memory
+from distseg.planning.timeline import plot_timeline
 from distseg.report.tables import table
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose
@@ -66,6 +69,41 @@ _STREAMED = 0.9  # of a rank's memory is given to streaming, if no layout fits w
 _LIMITS = "reading images is not counted, and no message overlaps with computation"
 
 
+class PlannedLayouts(NamedTuple):
+    """The result of :func:`plan_layouts`.
+
+    Attributes:
+        facts: the layouts and what they were chosen for, as a dict that JSON can hold.
+        config: the settings with the best layout.
+        planner: the planner.
+        sizes: the sizes of all images.
+    """
+
+    facts: dict
+    config: Config
+    planner: Planner
+    sizes: Collection[tuple[int, ...]]
+
+    def draw(self, output: Path) -> list[Path]:
+        """Draw the layouts, and the timeline of a step in the fastest one; return both files.
+
+        Args:
+            output: the file of the first picture. The second one is beside it, with ``-timeline``
+                in its name.
+        """
+        planner, facts = self.planner, self.facts
+        searches = list(planner.front(facts["ranks"], self.sizes))
+        shown = searches or [planner.best(facts["ranks"], self.sizes)]
+        layouts = {(one.layout, one.memory): one for found in shown for one in found}
+        title = f"Layouts of {facts['ranks']} ranks, {facts['machine']}"
+        front = [found[0] for found in searches]
+        plot_layouts(list(layouts.values()), front, planner.limit, output, facts["steps"], title)
+        timeline = output.with_name(f"{output.stem}-timeline{output.suffix}")
+        best = shown[0][0].layout
+        plot_timeline(planner.spans(best), timeline, f"A step, {best}")
+        return [output, timeline]
+
+
 def plan_layouts(
     config: Config,
     world,
@@ -74,8 +112,8 @@ def plan_layouts(
     machine: str = HERE,
     memory: float | None = None,
     batch: int | None = None,
-) -> dict | None:
-    """Return the best layouts of a training on a number of ranks, as a dict that JSON can hold.
+) -> PlannedLayouts | None:
+    """Return the best layouts of a training on a number of ranks.
 
     All ranks of ``world`` must call it together. Only rank 0 gets the layouts, the others get None.
 
@@ -84,7 +122,7 @@ def plan_layouts(
         world: the communicator of the ranks that measure. They all time the network at once, and
             then the messages between them. If it has one rank, the speed of messages is guessed.
         ranks: the number of ranks to plan for.
-        image: the size of an image in pixels; by default the size of the store's samples.
+        image: the size of an image in pixels; by default the size of the store's largest sample.
         machine: ``here``, or a profile (:func:`distseg.planning.machine.load_machine`).
         memory: the memory limit of a rank in bytes; by default the memory that the machine has.
         batch: the number of images in a step, over all sample groups; by default that of the
@@ -95,8 +133,7 @@ def plan_layouts(
             micro-batches, or no layout is possible.
     """
     with raise_jointly(world):
-        prepared = prepare(config, image)
-        training = PlannedTraining(prepared.config, as_network(prepared.model), prepared.size)
+        training = PlannedTraining.of(config, image)
         if not is_flat(training.model):
             raise ValueError(
                 f"distseg cannot follow the layers of {config.model.name}, so it cannot plan "
@@ -107,13 +144,13 @@ def plan_layouts(
         work = training.work(found, batch)
         planner, best = Planner(work, found, memory), None
         if world.rank == 0:
-            best = _best(planner, ranks)
+            best = _best(planner, ranks, training.sizes)
     if best is None:
         return None
-    samples = None
-    if prepared.store is not None:
-        samples = config.data.epoch_samples or len(prepared.store.split("train"))
-    return {
+    chosen = choose_layout(planner, ranks, training.sizes, best)
+    if chosen is None:
+        chosen = Choice(best[0].layout, "no layout fits, and this one takes the least memory")
+    facts = {
         "ranks": ranks,
         "image": str(Size(training.size)),
         "batch": work.batch,
@@ -122,11 +159,13 @@ def plan_layouts(
         "notes": notes_on(work, found),
         "limit": planner.limit,
         "fits": best[0].memory <= planner.limit,
-        "steps": None if samples is None else max(1, samples // work.batch),
+        "steps": None if training.samples is None else max(1, training.samples // work.batch),
         "profile": as_profile(found),
         "layouts": [_plain(p) for p in best],
-        "hangs_on": sensitivity(planner, memory, ranks, best[0]),
+        "chosen": chosen.settings(),
+        "hangs_on": sensitivity(planner, memory, ranks, best[0], training.sizes),
     }
+    return PlannedLayouts(facts, chosen.applied_to(config), planner, training.sizes)
 
 
 def with_best_layout(
@@ -141,7 +180,7 @@ def with_best_layout(
     Args:
         config: the settings of the training. The layout keeps the number of images in a step.
         world: the communicator of all ranks.
-        image: the size of an image in pixels; by default the size of the store's samples.
+        image: the size of an image in pixels; by default the size of the store's largest sample.
 
     Raises:
         ValueError: no layout is possible, or another setting belongs to a layout that is given. It
@@ -151,12 +190,7 @@ def with_best_layout(
         return config
     with raise_jointly(world):
         check_auto(config.streaming, config.approximate, config.pipeline, config.spatial)
-        prepared = prepare(config, image)
-        sizes = [prepared.size]
-        if prepared.store is not None:
-            sizes = list(sample_sizes(prepared.store, config.data, prepared.context).values())
-        largest = Size(max(sizes, key=math.prod))
-        training = PlannedTraining(prepared.config, as_network(prepared.model), largest)
+        training = PlannedTraining.of(config, image)
         found = None
         if not is_flat(training.model):
             layout = training.samples_only(world.size)
@@ -167,15 +201,17 @@ def with_best_layout(
         with raise_jointly(world):
             if world.rank == 0:
                 planner = Planner(training.work(machine), machine)
-                found = choose_layout(planner, world.size, sizes)
+                best = planner.best(world.size, training.sizes)
+                found = choose_layout(planner, world.size, training.sizes, best)
+                if found is None:
+                    raise ValueError(
+                        f"mesh.layout is auto, but no layout on {world.size} ranks can cut all "
+                        "images: use fewer ranks, or leave small images out"
+                    )
         found = world.bcast(found, root=0)
-    settings = found.layout.settings()
-    if found.memory is not None:
-        settings["streaming.memory"] = f"{found.memory / 1e9:.3g}GB"
-        config = replace(config, streaming=replace(config.streaming, memory=found.memory))
-    flags = " ".join(f"--{name} {value}" for name, value in settings.items())
+    flags = " ".join(f"--{name} {value}" for name, value in found.settings().items())
     _say(world, f"layout: {flags} ({found.why})")
-    return config.with_values(found.layout.values())
+    return found.applied_to(config)
 
 
 @dataclass(frozen=True)
@@ -187,11 +223,34 @@ class PlannedTraining:
         model: the plain network, which is not changed. All methods except :meth:`samples_only` need
             a list of layers that distseg knows.
         size: the size of an image in pixels; no larger image is timed.
+        sizes: the sizes of all images, which the grid of tiles must be able to cut.
+        samples: number of samples of an epoch; None for random images.
     """
 
     config: Config
     model: nn.Module
     size: Size
+    sizes: Collection[tuple[int, ...]] = ()
+    samples: int | None = None
+
+    @classmethod
+    def of(cls, config: Config, image: Size | None) -> PlannedTraining:
+        """Return the training of a config.
+
+        Args:
+            config: the settings.
+            image: the size of an image in pixels; None for the largest sample of the store.
+
+        Raises:
+            ValueError: there is neither a size nor a store.
+        """
+        prepared, samples = prepare(config, image), None
+        sizes: list[tuple[int, ...]] = [prepared.size]
+        if prepared.store is not None:
+            samples = config.data.epoch_samples or len(prepared.store.split("train"))
+            sizes = list(sample_sizes(prepared.store, config.data, prepared.context).values())
+        largest, network = Size(max(sizes, key=math.prod)), as_network(prepared.model)
+        return cls(prepared.config, network, largest, sizes, samples)
 
     def work(self, machine: Machine, batch: int | None = None) -> Work:
         """Return the description of a step from which the planner predicts times and memory.
@@ -426,30 +485,46 @@ class Choice(NamedTuple):
     why: str
     memory: int | None = None
 
+    def settings(self) -> dict[str, str]:
+        """Return the settings to write into a config for this layout."""
+        found = self.layout.settings()
+        if self.memory is not None:
+            found["streaming.memory"] = f"{self.memory / 1e9:.3g}GB"
+        return found
 
-def choose_layout(planner: Planner, ranks: int, sizes: Collection[tuple[int, ...]]) -> Choice:
+    def applied_to(self, config: Config) -> Config:
+        """Return the settings of a training with this layout."""
+        config = config.with_values(self.layout.values())
+        if self.memory is None:
+            return config
+        return replace(config, streaming=replace(config.streaming, memory=self.memory))
+
+
+def choose_layout(
+    planner: Planner, ranks: int, sizes: Collection[tuple[int, ...]], best: Sequence[Prediction]
+) -> Choice | None:
     """Return the fastest layout that fits the memory limit and can cut images of all ``sizes``.
 
     If no layout fits, tiles are streamed. Then as many sample groups as possible share the images,
-    because they repeat no work; the other ranks split each image.
+    because they repeat no work; the other ranks split each image. The result is None if no layout
+    that fits can cut all images.
 
-    Raises:
-        ValueError: no layout can cut all images.
+    Args:
+        planner: the planner.
+        ranks: the number of ranks.
+        sizes: the sizes of all images.
+        best: the result of :meth:`Planner.best`.
     """
-    best = next(iter(planner.best(ranks, sizes)), None)
-    if best is not None and best.memory <= planner.limit:
-        memory = f"{best.memory / 1e9:.3g} GB a rank"
-        return Choice(best.layout, f"predicted: {best.seconds:.3g} s a step, {memory}")
+    if best and best[0].memory <= planner.limit:
+        memory = f"{best[0].memory / 1e9:.3g} GB a rank"
+        return Choice(best[0].layout, f"predicted: {best[0].seconds:.3g} s a step, {memory}")
     streamed = [
         replace(one, schedule="auto")
         for one in planner.candidates(ranks, sizes)
         if (one.stages, one.recompute, one.exchange) == (1, "never", "all")
     ]
     if not streamed:
-        raise ValueError(
-            f"mesh.layout is auto, but no layout on {ranks} ranks can cut all images: use fewer "
-            "ranks, or leave small images out"
-        )
+        return None
     memory = int(_STREAMED * planner.limit)
     why = f"no layout without streaming fits {planner.limit / 1e9:.3g} GB a rank"
     return Choice(max(streamed, key=lambda one: one.samples), why, memory)
@@ -461,14 +536,14 @@ def _say(world, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _best(planner: Planner, ranks: int) -> list[Prediction]:
-    """Return the layouts on a number of ranks, the best first.
+def _best(planner: Planner, ranks: int, sizes: Collection[tuple[int, ...]]) -> list[Prediction]:
+    """Return the layouts on a number of ranks that can cut images of all sizes, the best first.
 
     Raises:
         ValueError: there is none.
     """
     work = planner.work
-    if best := planner.best(ranks):
+    if best := planner.best(ranks, sizes):
         return best
     raise ValueError(
         f"no layout on {ranks} ranks computes a step of {work.batch} images of {Size(work.image)} "
@@ -506,7 +581,13 @@ def notes_on(work: Work, machine: Machine) -> list[str]:
     return found
 
 
-def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Prediction) -> list[str]:
+def sensitivity(
+    planner: Planner,
+    memory: float | None,
+    ranks: int,
+    best: Prediction,
+    sizes: Collection[tuple[int, ...]] = (),
+) -> list[str]:
     """Return a text for each change of a guessed number that makes another layout the best.
 
     Each guessed number of the machine is made 30 % smaller and 30 % larger. A text names the
@@ -517,6 +598,7 @@ def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Predic
         memory: the memory limit of a rank in bytes; None for the memory that the machine has.
         ranks: the number of ranks to plan for.
         best: the best layout with the guessed numbers.
+        sizes: the sizes of all images, which the grid of tiles must be able to cut.
     """
     found, work = [], planner.work
     for name in planner.machine.guesses:
@@ -528,10 +610,10 @@ def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Predic
                 costs = modelled(
                     work.model, work.image, work.images, changed.device, work.precision
                 )
-            other = planner.on(changed, costs, memory).best(ranks)[0]
+            other = planner.on(changed, costs, memory).best(ranks, sizes)[0]
             if other.layout != best.layout:
                 found.append(
-                    f"{name} times {factor}: {_words(other)}, {duration(other.seconds)} a step"
+                    f"{name} times {factor}: {other.layout}, {duration(other.seconds)} a step"
                 )
     return found
 
@@ -555,7 +637,7 @@ def text(found: dict, config_path: str) -> str:
     """Return the result of :func:`plan_layouts` as text for the terminal.
 
     Args:
-        found: the result.
+        found: the facts of the result.
         config_path: the config file, for the command that trains.
     """
     layouts = found["layouts"]
@@ -590,12 +672,12 @@ def text(found: dict, config_path: str) -> str:
         lines.append(
             f"an epoch of {found['steps']} steps: {duration(found['steps'] * best['seconds'])}"
         )
-    flags = " ".join(f"--{name} {value}" for name, value in best["settings"].items())
+    flags = " ".join(f"--{name} {value}" for name, value in found["chosen"].items())
     if found["ranks"] > 1:
         start = f"mpirun -n {found['ranks']} "
     else:
         start = ""
-    lines += [f"({_LIMITS})", "", f"next: {start}distseg train {config_path} {flags}"]
+    lines += [f"({_LIMITS})", "", f"next: {start}distseg train {config_path} {flags}".rstrip()]
     return "\n".join(lines)
 
 
@@ -614,8 +696,3 @@ def _row(number: int, row: dict) -> dict:
         "memory [GB]": row["memory"] / 1e9,
         "most is lost by": row["largest_loss"],
     }
-
-
-def _words(found: Prediction) -> str:
-    layout = found.layout
-    return f"{layout.samples} samples x {layout.tiles} tiles x {layout.stages} stages"

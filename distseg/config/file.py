@@ -132,7 +132,7 @@ def sections_in(path: str) -> set[str]:
 
 def _root(path: str) -> yaml.Node | None:
     """Return the root node of a YAML file; None if the file is empty."""
-    text = _read(path)
+    text = read_text(path)
     try:
         _check_size(path, text)
         return yaml.compose(text, Loader=yaml.SafeLoader)
@@ -331,7 +331,12 @@ _ELSEWHERE = {"learning_rate": "lr", "batch_size": "images", "patch_size": "crop
 _SIMILAR = 0.75  # least similarity of a name that is suggested
 
 
-def _read(path: str) -> str:
+def read_text(path: str) -> str:
+    """Return the text of a config file.
+
+    Raises:
+        ValueError: the file does not exist, is not UTF-8 text, or is too large.
+    """
     try:
         kind = os.stat(path).st_mode
         if not stat.S_ISREG(kind):

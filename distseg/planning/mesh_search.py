@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from heapq import heapify, heappop, heappush
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,15 @@ from distseg.planning.stage_memory import (
 )
 from distseg.runtime.partition import Partition, Partitioner
 from distseg.runtime.schedule import orders, splits
+from distseg.runtime.simulator import Simulation
+from distseg.runtime.spans import Span
 from distseg.tiling.layout import TileBorders, exchange_points
 from distseg.tiling.tile import Box, ReceptiveField, factorings, split, window
 
 EXCHANGES = ("all", "level", "1")
+_AXES = ("samples", "tiles", "stages")
+# All families of layouts: the mesh axes that have more than one rank.
+FAMILIES = ("one rank", *(" x ".join(axes) for n in (1, 2, 3) for axes in combinations(_AXES, n)))
 # How many grids with the same number of tiles are tried. The first ones have the smallest windows.
 _GRIDS = 2
 # Bytes of the moments (count, mean, sum of squares) of one channel in float64.
@@ -81,16 +87,12 @@ class MeshLayout:
     @property
     def family(self) -> str:
         """The mesh axes that have more than one rank, such as ``samples x tiles``."""
-        axes = [
-            name
-            for name, number in (
-                ("samples", self.samples),
-                ("tiles", self.tiles.volume),
-                ("stages", self.stages),
-            )
-            if number > 1
-        ]
-        return " x ".join(axes) or "one rank"
+        numbers = (self.samples, self.tiles.volume, self.stages)
+        axes = [name for name, number in zip(_AXES, numbers) if number > 1]
+        return " x ".join(axes) or FAMILIES[0]
+
+    def __str__(self) -> str:
+        return f"{self.samples} samples x {self.tiles} tiles x {self.stages} stages"
 
     def values(self) -> dict[str, Any]:
         """Return the values of all settings that decide about the layout, by name.
@@ -322,15 +324,19 @@ class _Stages:
             passes = policy.forward_passes(0, 1)
             busy = policy.micro_batches * (passes * sum(seconds.forward) + sum(seconds.backward))
             return busy, busy
+        run = self.simulation()
+        return run.makespan, run.makespan * (1 - min(run.idle))
+
+    def simulation(self) -> Simulation:
+        """Return the simulated passes of a step."""
         passes_of = StagePasses(
             Modelled(self.tile_costs(), 1),
             self.partition,
-            orders(policy.schedule, self.partition.placement, policy.micro_batches),
-            policy.recompute,
+            orders(self.policy.schedule, self.partition.placement, self.policy.micro_batches),
+            self.policy.recompute,
             1,
         )
-        run = passes_of.simulated(1.0, dict(zip(self.partition.edges, self.travels)).__getitem__)
-        return run.makespan, run.makespan * (1 - min(run.idle))
+        return passes_of.simulated(1.0, dict(zip(self.partition.edges, self.travels)).__getitem__)
 
     def tile_costs(self) -> Costs:
         """Return the costs of the layers with the seconds on the slowest tile.
@@ -531,6 +537,24 @@ class Planner:
             (self._predicted(layout, stages) for *_, layout, stages in found.smallest.values()),
             key=lambda p: (p.seconds, p.memory),
         )
+
+    def front(
+        self, ranks: int, sizes: Collection[tuple[int, ...]] = ()
+    ) -> Iterator[list[Prediction]]:
+        """Yield the result of :meth:`best` for smaller and smaller memory limits.
+
+        The first limit is that of this planner. Each further limit is a fifth below the memory of
+        the fastest layout within the limit before it. Results in which no layout fits are left out,
+        and end the search.
+
+        Args:
+            ranks: the number of ranks.
+            sizes: other sizes of images, which the grid of tiles must be able to cut too.
+        """
+        planner = self
+        while (found := planner.best(ranks, sizes)) and found[0].memory <= planner.limit:
+            yield found
+            planner = self.on(self.machine, self.work.costs, _LESS * found[0].memory)
 
     def candidates(
         self, ranks: int, sizes: Collection[tuple[int, ...]] = ()
@@ -824,6 +848,22 @@ class Planner:
         """
         return self._predicted(layout, self._cut(layout))
 
+    def spans(self, layout: MeshLayout) -> list[Span]:
+        """Return the predicted spans of a step on the ranks of one pipeline, in seconds.
+
+        Raises:
+            ValueError: the network cannot be cut into the stages of the layout.
+        """
+        stages = self._cut(layout)
+        found = list(stages.simulation().spans)
+        start = max(span.end for span in found)
+        for kind, seconds in zip(("reduce", "update"), self._after(layout, stages.weights)):
+            if seconds:
+                ends = (start, start + seconds)
+                found += [Span(rank, kind, kind, *ends) for rank in range(layout.stages)]
+            start += seconds
+        return found
+
     def _cut(self, layout: MeshLayout) -> _Stages:
         """Return the fastest stages for a layout, with the memory that they take.
 
@@ -957,6 +997,7 @@ def _held_at_once(stages: int, policy: Policy) -> list[int]:
     return [min(m, stages - stage) for stage in range(stages)]
 
 
+_LESS = 0.8  # share of a layout's memory that is the next limit of Planner.front
 _MESHES = 64  # number of meshes whose tables of stages are kept
 _KEPT = 3  # number of layouts of each family that are returned
 # Layouts that take longer than the fastest one by this factor are slow: one of a family is enough.

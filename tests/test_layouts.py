@@ -21,12 +21,14 @@ from distseg.cli.plan_layouts import (
     text,
     with_best_layout,
 )
+from distseg.cli.streamed_layout import streamed_seconds
 from distseg.config.settings import (
     Config,
     DataConfig,
     MeshConfig,
     ModelConfig,
     SpatialConfig,
+    StreamingConfig,
     TrainConfig,
 )
 from distseg.config.sizes import Size
@@ -490,12 +492,13 @@ data: {images: 1}
 """
 
 
-@pytest.mark.parametrize("limit, streams", [("1GB", True), ("16GB", False)])
+@pytest.mark.parametrize("limit, streams", [("4GB", True), ("60GB", False)])
 def test_the_chosen_layout_is_written_among_the_comments(tmp_path, capsys, limit, streams):
     path, output = tmp_path / "c.yaml", tmp_path / "out.yaml"
     path.write_text(COMMENTED)
-    words = [str(path), "--ranks", "2", "--image", "96x128", "--machine", "a100", "--limit", limit]
-    assert not run(["plan", *words, "--train.seed", "5", "--write", str(output)])
+    words = [str(path), "--ranks", "2", "--image", "4096x4096", "--machine", "a100"]
+    more = ["--limit", limit, "--train.seed", "5", "--write", str(output)]
+    assert not run(["plan", *words, *more])
     assert f"next: mpirun -n 2 distseg train {output}" == capsys.readouterr().out.split("\n")[-2]
     written = output.read_text()
     assert all(word in written for word in ("# A job.", "# for train", "# images", "# the end"))
@@ -503,7 +506,7 @@ def test_the_chosen_layout_is_written_among_the_comments(tmp_path, capsys, limit
     assert config.mesh.samples * config.mesh.tiles.volume * config.mesh.stages == 2
     assert config.mesh.samples * config.train.accumulate == 4 and config.train.seed == 5
     assert (config.mesh.layout, config.pipeline.balance) == ("given", None)
-    assert (config.streaming.memory == 900_000_000) == streams
+    assert config.streaming.memory == (3_600_000_000 if streams else None)
     assert (config.model, config.loss) == (before.model, before.loss)
     assert path.read_text() == COMMENTED
 
@@ -679,6 +682,45 @@ def test_tiles_are_streamed_if_no_layout_fits(batch, mesh):
     assert choose_layout(planner(batch=1, limit=1e6), 4, [(4, 4)], []) is None
 
 
+@pytest.mark.parametrize("grid, norm", [("1x1", "none"), ("2x2", "none"), ("2x2", "instance")])
+def test_the_seconds_of_streamed_tiles_are_those_of_their_operations(grid, norm):
+    plan = planner(batch=3, at=machine(**FREE), norm=norm)
+    config = auto(model=ModelConfig(**UNET, norm=norm), streaming=StreamingConfig(tiles=grid))
+    one = layout(samples=1, m=3)
+    config = config.with_values(one.values())
+    network = as_network(plain_model(config.model))
+    costs = plan.work.costs
+    forward, backward = 3 * sum(costs.forward), 3 * sum(costs.backward)
+    seconds = streamed_seconds(config, network, plan, one) - plan.seconds_besides_passes(one)
+    if grid == "1x1":
+        calls = 3 * 2 * len(costs.layers) * plan.machine.call
+        assert seconds == pytest.approx(forward + backward + calls)
+    elif norm == "none":
+        wide = max(
+            window(each, plan.work.image, plan.work.reach).pixels
+            for each in tiles(plan.work.image, (2, 2), plan.work.reach.stride)
+        )
+        share = 4 * wide / math.prod(plan.work.image)
+        assert forward + backward < seconds <= share * (forward + backward)
+    else:  # segments between norms are computed again before their backward pass
+        assert seconds > 1.5 * forward + backward
+
+
+@pytest.mark.parametrize("limit", ["4GB", "1GB"])
+def test_plan_says_how_long_streaming_takes(tmp_path, capsys, limit):
+    words = [config_file(tmp_path), "--ranks", "2", "--image", "4096x4096", "--machine", "a100"]
+    assert not run(["plan", *words, "--limit", limit, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    said = text(found, "c.yaml")
+    if limit == "4GB":
+        assert found["streamed"]["seconds"] > found["layouts"][0]["seconds"]
+        assert "streaming: fits 3.6 GB a rank; a step takes" in said
+        assert said.endswith("--streaming.memory 3.6GB")
+    else:
+        assert "streaming: not possible either: streaming.memory is 900 MB, but a process" in said
+        assert "streaming.memory" not in found["chosen"]
+
+
 @pytest.mark.parallel([1, 2])
 @pytest.mark.covering(cases=1)
 def test_a_job_streams_what_does_not_fit(comm, monkeypatch):
@@ -726,6 +768,7 @@ def test_the_table_names_what_is_lost():
         machine="m",
         limit=1e12,
         fits=True,
+        streamed=None,
         steps=10,
     )
     said = text({**facts, "layouts": rows, "chosen": {}, "hangs_on": []}, "c.yaml")

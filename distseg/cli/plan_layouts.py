@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from distseg.cli.streamed_layout import streamed_seconds
 from distseg.comm.alone import Alone
 from distseg.comm.collective import add
 from distseg.comm.launch import (
@@ -148,7 +149,10 @@ def plan_layouts(
     if best is None:
         return None
     chosen = choose_layout(planner, ranks, training.sizes, best)
-    if chosen is None:
+    streamed = None
+    if chosen is not None and chosen.memory is not None:
+        streamed = _streamed(training, planner, chosen)
+    if chosen is None or streamed is not None and "refused" in streamed:
         chosen = Choice(best[0].layout, "no layout fits, and this one takes the least memory")
     facts = {
         "ranks": ranks,
@@ -162,6 +166,7 @@ def plan_layouts(
         "steps": None if training.samples is None else max(1, training.samples // work.batch),
         "profile": as_profile(found),
         "layouts": [_plain(p) for p in best],
+        "streamed": streamed,
         "chosen": chosen.settings(),
         "hangs_on": sensitivity(planner, memory, ranks, best[0], training.sizes),
     }
@@ -565,6 +570,16 @@ def _plain(found: Prediction) -> dict:
     }
 
 
+def _streamed(training: PlannedTraining, planner: Planner, chosen: Choice) -> dict:
+    """Return the prediction for a layout with streamed tiles, or why it cannot be trained."""
+    config = chosen.applied_to(training.config)
+    try:
+        seconds = streamed_seconds(config, training.model, planner, chosen.layout)
+    except ValueError as e:
+        return {"refused": str(e)}
+    return {"settings": chosen.settings(), "memory": chosen.memory, "seconds": seconds}
+
+
 def notes_on(work: Work, machine: Machine) -> list[str]:
     """Return texts on what the rates of a machine do not cover of a step."""
     found, precision = [], work.precision
@@ -658,6 +673,7 @@ def text(found: dict, config_path: str) -> str:
             f"no layout fits {found['limit'] / 1e9:.3g} GB a rank; the layouts above take the "
             "least memory. Use more ranks, or stream tiles within a rank with --memory "
             "(docs/streaming.md)",
+            *_about_streaming(found["streamed"], best["seconds"]),
             "",
         ]
     for family, row in families.items():
@@ -669,9 +685,8 @@ def text(found: dict, config_path: str) -> str:
     lines += found["notes"]
     lines += [f"the best layout depends on a guess: {s}" for s in found["hangs_on"]]
     if found["steps"]:
-        lines.append(
-            f"an epoch of {found['steps']} steps: {duration(found['steps'] * best['seconds'])}"
-        )
+        seconds = (found["streamed"] or best).get("seconds", best["seconds"])
+        lines.append(f"an epoch of {found['steps']} steps: {duration(found['steps'] * seconds)}")
     flags = " ".join(f"--{name} {value}" for name, value in found["chosen"].items())
     if found["ranks"] > 1:
         start = f"mpirun -n {found['ranks']} "
@@ -679,6 +694,24 @@ def text(found: dict, config_path: str) -> str:
         start = ""
     lines += [f"({_LIMITS})", "", f"next: {start}distseg train {config_path} {flags}".rstrip()]
     return "\n".join(lines)
+
+
+def _about_streaming(streamed: dict | None, seconds: float) -> list[str]:
+    """Return a line about streamed tiles, if they were considered.
+
+    Args:
+        streamed: the prediction (``streamed`` of :attr:`PlannedLayouts.facts`).
+        seconds: the seconds of the first layout, which does not fit.
+    """
+    if streamed is None:
+        return []
+    if "refused" in streamed:
+        return [f"streaming: not possible either: {streamed['refused']}"]
+    return [
+        f"streaming: fits {streamed['memory'] / 1e9:.3g} GB a rank; a step takes "
+        f"{duration(streamed['seconds'])}, {streamed['seconds'] / seconds:.2f} times as long as "
+        "the first layout would take (the time to offload feature maps is not counted)"
+    ]
 
 
 def _row(number: int, row: dict) -> dict:

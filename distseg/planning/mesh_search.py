@@ -782,6 +782,23 @@ class Planner:
             weights * (3 + 2 * self.work.copies) / self.machine.traffic,
         )
 
+    def seconds_besides_passes(self, layout: MeshLayout) -> float:
+        """Return the seconds of a step without stages in which a rank computes no pass.
+
+        They are those of the statistics of norms, the sum of gradients and the update.
+        """
+        weights = self.work.costs.weight_bytes * self.work.parameters
+        norms = 2 * layout.micro_batches * len(self.work.norms) * self._norm_seconds(layout)
+        return norms + sum(self._after(layout, weights))
+
+    def slowest_tile(self, grid: Size) -> int:
+        """Return the number of the slowest tile of a grid, in row-major order."""
+        number, image = 0, self.work.image
+        for n, parts, stride in zip(image, grid, self.work.reach.stride):
+            ends = [b for _, b in split(n, parts, stride)]
+            number = number * parts + _largest([0, *ends])
+        return number
+
     def _least_share(self, grid: Size) -> float:
         """Return a lower bound of the cells of a grid's slowest tile, as a fraction of the image's.
 

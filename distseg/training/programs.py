@@ -87,12 +87,16 @@ class StepPrograms:
         model: the plain model, which may be on the meta device. Its parameters are frozen as
             ``optim.rates`` says.
         image: the size in pixels of all images of the step.
+        base: bytes that a process takes besides its tensors, on which the size of streamed tiles
+            depends; by default those that this process takes now.
 
     Raises:
         ValueError: the model cannot be trained with these settings.
     """
 
-    def __init__(self, config: Config, model: nn.Module, image: Sequence[int]):
+    def __init__(
+        self, config: Config, model: nn.Module, image: Sequence[int], base: int | None = None
+    ):
         check_settings(config, model)
         freeze(model, config.optim)
         if config.pipeline.placement == "devices":
@@ -101,6 +105,7 @@ class StepPrograms:
                 "schedules the stages: set pipeline.placement to linear or v-shaped to see a plan"
             )
         self.config, self.model, self.image = config, model, tuple(image)
+        self._base = base
         self.flat = is_flat(model)
         self.reach = used_reach(
             reach_for(model, config.approximate.halo is not None or config.is_cut),
@@ -184,10 +189,9 @@ class StepPrograms:
         config = self.config
         if config.streaming.memory is None:
             return None
-        # Bytes that a process takes besides activations: those now in use, and those of weights,
-        # gradients and the optimizer's values.
         weights = sum(p.numel() for p in self.model.parameters()) * 4
-        base = memory_in_use(torch.device("cpu")) + weights * (2 + state_copies(config.optim))
+        base = memory_in_use(torch.device("cpu")) if self._base is None else self._base
+        base += weights * (2 + state_copies(config.optim))
         return budget_of(config.streaming.memory, base, "weights and what the optimizer keeps")
 
     def _streamed(self, tile: int, rank: int) -> StreamedProgram:

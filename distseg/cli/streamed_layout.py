@@ -1,0 +1,55 @@
+"""Predicts the time of a step with streamed tiles from the operations that a rank will run."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from distseg.config.settings import Config
+from distseg.planning.mesh_search import MeshLayout, Planner
+from distseg.planning.pass_times import Modelled, of_tiles
+from distseg.runtime.operations import BackwardTile, ForwardTile, OutputTile
+from distseg.training.programs import StepPrograms
+
+
+def streamed_seconds(
+    config: Config, model: nn.Module, planner: Planner, layout: MeshLayout
+) -> float:
+    """Return the predicted seconds of a step with streamed tiles.
+
+    They are those of the rank with the slowest tile. Reading and writing offloaded feature maps is
+    not counted, because no profile has the speed of a disk.
+
+    Args:
+        config: the settings of the training with this layout; ``streaming`` is on.
+        model: the plain network, which is not changed.
+        planner: the planner of the training.
+        layout: the mesh, with one stage.
+
+    Raises:
+        ValueError: tiles cannot be streamed with these settings or this much memory.
+    """
+    work, machine = planner.work, planner.machine
+    once, base = config.with_values({"train.accumulate": 1}), int(machine.base)
+    programs = StepPrograms(once, copy.deepcopy(model), work.image, base)
+    found = programs.streamed(planner.slowest_tile(layout.tiles), 0)
+    program = [*found.extra_forward, *found.step]
+    modelled = Modelled(work.costs, math.prod(work.image))
+    passes = of_tiles(modelled, found.executor, work.image, program, found.plans)
+    calls = sum(map(len, _calls(program, found.plans[0].segments)))
+    micro_batch = sum(passes.values()) + machine.call * calls
+    return layout.micro_batches * micro_batch + planner.seconds_besides_passes(layout)
+
+
+def _calls(program: Sequence, segments: Sequence) -> list[Sequence[int]]:
+    """Return the layers of each pass of a program. A backward pass without a graph has two."""
+    found = []
+    for op in program:
+        if isinstance(op, (ForwardTile, OutputTile, BackwardTile)):
+            again = isinstance(op, BackwardTile) and not op.kept
+            back = isinstance(op, OutputTile) and op.back
+            found += [segments[op.segment].nodes] * (1 + again + back)
+    return found

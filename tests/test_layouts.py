@@ -22,6 +22,7 @@ from distseg.cli.plan_layouts import (
     with_best_layout,
 )
 from distseg.cli.streamed_layout import streamed_seconds
+from distseg.comm.alone import Alone
 from distseg.config.settings import (
     Config,
     DataConfig,
@@ -44,6 +45,7 @@ from distseg.planning.mesh_search import (
     _Found,
     _held_at_once,
 )
+from distseg.planning.rates import Rate, Rates
 from distseg.planning.stage_memory import Policy, largest_holdings
 from distseg.report.style import PALETTE
 from distseg.tiling.tile import tiles, window
@@ -320,6 +322,30 @@ def test_the_number_type_counts_in_memory_and_messages():
     auto = PlannedTraining(config, as_network(plain_model(config.model)), size)
     assert auto.work(machine()).precision == "fp32"
     assert auto.work(machine(precision="bf16")).precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    "given, fast, chosen", [("auto", 4e14, "bf16"), ("auto", 1e11, "fp32"), ("fp32", 4e14, "fp32")]
+)
+def test_an_open_number_type_is_the_fastest_that_was_measured(tmp_path, given, fast, chosen):
+    rates = [Rate("convolution", "fp32", 8, 4096, 1e12), Rate("convolution", "bf16", 8, 4096, fast)]
+    measured, path = machine(base=1e9, rates=Rates(tuple(rates))), tmp_path / "m.yaml"
+    path.write_text(as_profile(measured))
+    config = auto(train=TrainConfig(accumulate=4, precision=given))
+    found = plan_layouts(config, Alone(), 2, Size("96x128"), str(path))
+    assert found.facts["precision"] == chosen
+    left_open = given == "auto"
+    assert (
+        found.config.train.precision
+        == chosen
+        == found.facts["chosen"].get("train.precision", given)
+    )
+    assert (
+        any("as train.precision is auto; a step takes" in said for said in found.facts["notes"])
+        == left_open
+    )
+    training = PlannedTraining.of(config, Size("96x128"))
+    assert training.precisions(machine()) == [given if given != "auto" else "fp32"]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])

@@ -47,6 +47,7 @@ from distseg.planning.cost import Costs, modelled
 from distseg.planning.layout_pictures import plot_layouts
 from distseg.planning.machine import Machine, as_profile, load_machine
 from distseg.planning.mesh_search import MeshLayout, Planner, Prediction, Work
+from distseg.planning.rates import PRECISIONS as RATED
 from distseg.planning.roofline import CORE, fastest, this_cpu
 from distseg.planning.stage_memory import Policy, ranges_of, stage_memory
 from distseg.planning.timeline import plot_timeline
@@ -141,13 +142,20 @@ def plan_layouts(
                 "stages and tiles for this network: split samples only (mesh.samples)"
             )
     found = training.measure(world) if machine == HERE else load_machine(machine)
+    searches: list[tuple[Planner, list[Prediction]]] = []
     with raise_jointly(world):
-        work = training.work(found, batch)
-        planner, best = Planner(work, found, memory), None
         if world.rank == 0:
-            best = _best(planner, ranks, training.sizes)
-    if best is None:
+            for precision in training.precisions(found):
+                work = training.work(found, batch, precision)
+                planner = Planner(work, found, memory)
+                searches.append((planner, _best(planner, ranks, training.sizes)))
+    if not searches:
         return None
+    planner, best = min(searches, key=_by_time)
+    work, precision = planner.work, {}
+    if len(searches) > 1:
+        precision["train.precision"] = work.precision
+        training = replace(training, config=training.config.with_values(precision))
     chosen = choose_layout(planner, ranks, training.sizes, best)
     streamed = None
     if chosen is not None and chosen.memory is not None:
@@ -160,17 +168,18 @@ def plan_layouts(
         "batch": work.batch,
         "machine": found.name,
         "precision": work.precision,
-        "notes": notes_on(work, found),
+        "notes": [*_about_precision(searches, work.precision), *notes_on(work, found)],
         "limit": planner.limit,
         "fits": best[0].memory <= planner.limit,
         "steps": None if training.samples is None else max(1, training.samples // work.batch),
         "profile": as_profile(found),
         "layouts": [_plain(p) for p in best],
         "streamed": streamed,
-        "chosen": chosen.settings(),
+        "chosen": chosen.settings() | precision,
         "hangs_on": sensitivity(planner, memory, ranks, best[0], training.sizes),
     }
-    return PlannedLayouts(facts, chosen.applied_to(config), planner, training.sizes)
+    chosen_config = chosen.applied_to(config).with_values(precision)
+    return PlannedLayouts(facts, chosen_config, planner, training.sizes)
 
 
 def with_best_layout(
@@ -257,13 +266,27 @@ class PlannedTraining:
         largest, network = Size(max(sizes, key=math.prod)), as_network(prepared.model)
         return cls(prepared.config, network, largest, sizes, samples)
 
-    def work(self, machine: Machine, batch: int | None = None) -> Work:
+    def precisions(self, machine: Machine) -> list[str]:
+        """Return the number types to compare: those with measured rates, if ``auto`` is set.
+
+        A profile has rates of bf16 only if the machine computes in bf16 without emulation.
+        """
+        if self.config.train.precision != "auto":
+            return [self.config.train.precision]
+        rated = [one for one in RATED if machine.rates.has("convolution", one)]
+        return list(dict.fromkeys([machine.precision, *rated]))
+
+    def work(
+        self, machine: Machine, batch: int | None = None, precision: str | None = None
+    ) -> Work:
         """Return the description of a step from which the planner predicts times and memory.
 
         Args:
             machine: the machine; the costs of layers are modelled for its device.
             batch: the number of images in a step, over all sample groups; None for that of the
                 config.
+            precision: the number type; by default that of the config, or of the machine for
+                ``auto``.
 
         Raises:
             ValueError: the batch does not divide into micro-batches.
@@ -275,7 +298,7 @@ class PlannedTraining:
                 f"a step of {batch} images does not divide into micro-batches of {images} "
                 "(data.images): give another --batch"
             )
-        precision = self.config.train.precision
+        precision = precision or config.train.precision
         if precision == "auto":
             precision = machine.precision
         layers = [layer for _, layer in flat_layers(self.model)]
@@ -556,6 +579,27 @@ def _best(planner: Planner, ranks: int, sizes: Collection[tuple[int, ...]]) -> l
         f"as a divisor of {work.batch // work.images} (to split samples only), or another number "
         "of images in a step"
     )
+
+
+def _by_time(search: tuple[Planner, list[Prediction]]) -> tuple[bool, float]:
+    """Return a key by which searches with a layout that fits come first, the fastest first."""
+    planner, best = search
+    return best[0].memory > planner.limit, best[0].seconds
+
+
+def _about_precision(
+    searches: Sequence[tuple[Planner, list[Prediction]]], chosen: str
+) -> list[str]:
+    """Return a text about the best layouts in other number types than the chosen one."""
+    others = [
+        f"{duration(best[0].seconds)} in {planner.work.precision}"
+        + ", which does not fit" * (best[0].memory > planner.limit)
+        for planner, best in searches
+        if planner.work.precision != chosen
+    ]
+    if not others:
+        return []
+    return [f"number type: {chosen}, as train.precision is auto; a step takes {'; '.join(others)}"]
 
 
 def _plain(found: Prediction) -> dict:

@@ -218,6 +218,10 @@ class Work:
     def partitioner(self) -> Partitioner:
         return Partitioner(calls_of(self.model))
 
+    def bytes_of(self, source: int) -> float:
+        """Return the bytes of a micro-batch's feature map number ``source``; map 0 is the image."""
+        return self.costs.layers[source - 1].output if source else self.costs.sizes[0]
+
 
 @dataclass(frozen=True)
 class TileWork:
@@ -644,7 +648,7 @@ class Planner:
                 source = work.graph[number].first
                 cells = max(1, math.prod(tile.maps[source][0] for tile in tiles))
                 arrive = math.prod(dim.input for dim in along) - math.prod(dim.had for dim in along)
-                size = self._bytes(source) / cells * arrive
+                size = self.work.bytes_of(source) / cells * arrive
                 halos[number] = (size, math.prod(min(3, g) for g in grid) - 1)
         return TileWork(tuple(shares), tuple(halos))
 
@@ -669,11 +673,6 @@ class Planner:
             for dim in dims
         ]
         return [facts.index(fact) for fact in facts]
-
-    def _bytes(self, source: int) -> float:
-        """Return the bytes of a micro-batch's feature map number ``source``; map 0 is the image."""
-        costs = self.work.costs
-        return costs.layers[source - 1].output if source else costs.sizes[0]
 
     def _layers_on_tile(self, layout: MeshLayout) -> _LayersOnTile:
         return _LayersOnTile(
@@ -905,7 +904,7 @@ class Planner:
             memory = self._memory_of(balance, policy, on_tile.tile)
         partition, share = self.work.partitioner.cut(balance), max(on_tile.tile.shares)
         travels = tuple(
-            self.machine.message(on_tile.neighbours, share * self._bytes(edge.map))
+            self.machine.message(on_tile.neighbours, share * self.work.bytes_of(edge.map))
             for edge in partition.edges
         )
         return _Stages(self.work.costs, seconds, policy, partition, travels, memory)
@@ -999,7 +998,7 @@ class Planner:
         A map that arrives with its halo is a copy of the map that the tile computed.
         """
         return [
-            self._bytes(node.first) if count else 0
+            self.work.bytes_of(node.first) if count else 0
             for node, (_, count) in zip(self.work.graph, tile.halos)
         ]
 

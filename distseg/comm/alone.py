@@ -54,6 +54,9 @@ class Alone:
     def Imaximum(self, memory):
         return Complete()
 
+    def group(self, members):
+        return self
+
     def Split(self, color=0, key=0):
         return self
 

@@ -21,6 +21,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from torch import Tensor
 
@@ -120,6 +122,15 @@ class Communicator(Protocol):
 
         Args:
             most: largest size of the pickled object in bytes.
+        """
+
+    def group(self, members: Sequence[int]) -> Communicator:
+        """Return the communicator of some ranks, in this order. Only these ranks call it.
+
+        Unlike :meth:`Split` it needs no message from any other rank.
+
+        Args:
+            members: the numbers of the ranks in this communicator; this rank is one of them.
         """
 
     def Split(self, color: int = 0, key: int = 0) -> Communicator:

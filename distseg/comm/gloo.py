@@ -21,6 +21,9 @@ import struct
 import sys
 import threading
 import time
+import zlib
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import reduce
 from queue import SimpleQueue
@@ -55,6 +58,7 @@ class TorchCommunicator:
         self.rank, self.size, self._store = rank, size, store
         self._group = dist.ProcessGroupGloo(store, rank, size, NO_LIMIT)
         self._splits = 0
+        self._groups: Counter[tuple[int, ...]] = Counter()  # made so far, by their members
         # Process groups of freed parts (see Split). Another rank may still read messages of such a
         # group until the next collective of this communicator is over.
         self._retired: list = []
@@ -159,14 +163,29 @@ class TorchCommunicator:
 
     # groups
 
+    def group(self, members: Sequence[int]) -> TorchCommunicator | Alone:
+        key = tuple(members)
+        self._groups[key] += 1
+        name = "-".join(map(str, (len(key), zlib.crc32(repr(key).encode()), self._groups[key])))
+        return self._part(f"group-{key[0]}-{name}", key)
+
     def Split(self, color: int = 0, key: int = 0) -> TorchCommunicator | Alone:
         every = self.allgather((color, key, self.rank))
         self._retired.clear()
         self._splits += 1
         members = [rank for c, _, rank in sorted(every) if c == color]
+        return self._part(f"{self._splits}.{color}", members)
+
+    def _part(self, name: str, members: Sequence[int]) -> TorchCommunicator | Alone:
+        """Return the communicator of some ranks.
+
+        Args:
+            name: a name under which these ranks alone find each other.
+            members: the ranks in order.
+        """
         if len(members) == 1:
             return Alone()
-        store = dist.PrefixStore(f"{self._splits}.{color}", self._store)
+        store = dist.PrefixStore(name, self._store)
         part = TorchCommunicator(store, members.index(self.rank), len(members))
         part._parent = self
         return part

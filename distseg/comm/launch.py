@@ -13,13 +13,13 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from distseg.comm.alone import Alone
-from distseg.comm.communicator import Communicator, as_communicator
+from distseg.comm.communicator import Communicator, Request, as_communicator
 from distseg.comm.launchers import LONE, contradiction, identify
 from distseg.comm.progress import SAME_CALL, waits
 from distseg.comm.threads import Threads, choose_threads, own_limits
@@ -393,14 +393,14 @@ def raise_jointly(comm, member: str = "rank"):
         yield
     except Exception as e:
         error = e
-    gathered(comm)
+    if not largest(comm, [error is not None])[0]:
+        return
     own = None
     if error is not None:  # the text of a joint failure names the member already
         own = ("" if isinstance(error, JointFailure) else f"{member} {comm.rank}: ", _text(error))
     failures = [one for one in comm.allgather(own) if one is not None]
-    if failures:
-        where, text = failures[0]
-        raise JointFailure(text if len(failures) == comm.size else where + text) from error
+    where, text = failures[0]
+    raise JointFailure(text if len(failures) == comm.size else where + text) from error
 
 
 def made_once(comm, make: Callable[[], Made]) -> Made:
@@ -422,10 +422,29 @@ def gathered(comm) -> None:
     MPI's own barrier waits in a busy loop, which takes cores from ranks that still work on the
     node.
     """
+    if comm.size > 1:
+        _complete(comm.Ibarrier())
+
+
+def largest(comm, numbers: Sequence[int]) -> list[int]:
+    """Return, for each number, the largest one that any rank gives; wait as :func:`gathered` does.
+
+    All ranks of ``comm`` must call it together, with as many numbers. A rank receives no more bytes
+    if there are more ranks.
+    """
     if comm.size == 1:
-        return
-    here, pause, reported = comm.Ibarrier(), 5e-5, False  # pauses in seconds
-    while not here.Test():
+        return list(numbers)
+    import numpy as np
+
+    memory = np.array(numbers, np.int64)
+    _complete(as_communicator(comm).Imaximum(memory))
+    return memory.tolist()
+
+
+def _complete(request: Request) -> None:
+    """Wait for a collective that all ranks start together, without a busy loop."""
+    pause, reported = 5e-5, False  # pauses in seconds
+    while not request.Test():
         if pause == 1e-3 and not reported:
             reported = True
             waits(SAME_CALL, comm.waits.timeout if hasattr(comm, "waits") else 0.0)

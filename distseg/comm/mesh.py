@@ -142,12 +142,11 @@ class Mesh:
         self.waits = Waits(timeout)
         self.world = Ranks(world, self.waits)
         self.sample, self.tile, self.stage = self.shape.place(world.rank)
-        # Ranks with the same number along the other axes share a communicator.
-        tile, stages = world.rank // stages % self.shape.tiles.volume, self.shape.stages
-        self.pipeline = self.world.Split(world.rank // stages, world.rank)
-        self.tiles = self.world.Split(self.sample * stages + self.stage, world.rank)
-        self.groups = self.world.Split(tile * stages + self.stage, world.rank)
-        self.replicas = self.world.Split(self.stage, world.rank)
+        members = self.shape.members(world.rank)
+        self.pipeline = self.world.group(members.pipeline)
+        self.tiles = self.world.group(members.tiles)
+        self.groups = self.world.group(members.groups)
+        self.replicas = self.world.group(members.replicas)
 
     @property
     def rank(self) -> int:

@@ -6,6 +6,7 @@ Modules of distseg import mpi4py inside of functions, because the import starts 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from functools import reduce
 
 import numpy as np
@@ -66,6 +67,9 @@ class MpiCommunicator:
 
     def Irecv_part(self, memory: Tensor, source: int, tag: int) -> _PartRequest:
         return _PartRequest(self.Irecv(memory, source, tag))
+
+    def group(self, members: Sequence[int]) -> MpiCommunicator:
+        return MpiCommunicator(self.comm.Create_group(self.comm.Get_group().Incl(members)))
 
     def Split(self, color: int = 0, key: int = 0) -> MpiCommunicator:
         return MpiCommunicator(self.comm.Split(color, key))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import NamedTuple
@@ -242,6 +242,9 @@ class Ranks:
     def __deepcopy__(self, memo) -> Ranks:
         """Return the same object, so that a copy of its owner uses the same connections."""
         return self
+
+    def group(self, members: Sequence[int]) -> Ranks:
+        return Ranks(self.comm.group(members), self.waits)
 
     def Split(self, color: int = 0, key: int = 0) -> Ranks:
         return Ranks(self._reported(self.comm.Split)(color, key), self.waits)

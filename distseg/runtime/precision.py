@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from distseg.comm.launch import largest
 from distseg.config.settings import TrainConfig
 
 
@@ -22,7 +23,7 @@ def choose(config: TrainConfig, device: torch.device, world) -> tuple[str, bool]
         device: the device of this rank.
         world: the communicator of all ranks.
     """
-    fast = all(world.allgather(fast_bf16(device)))
+    fast = not largest(world, [not fast_bf16(device)])[0]
     precision = config.precision if config.precision != "auto" else ("bf16" if fast else "fp32")
     last = config.channels_last
     if last is None:

@@ -27,7 +27,7 @@ BENCHMARKS = sorted(
 def test_all_are_found():
     assert BENCHMARKS == [
         "augmentation", "balance", "checkpoints", "faults", "freed_memory", "geo_gigapixel", "gigapixel", "gpu_step", "halo", "halo_error", "horovod_cycle", "layout_memory", "layouts", "mutants", "networks", "norm", "overhead", "overlap", "peers", "pipeline_bubble", "pipeline_devices", "pipeline_model", "precision", "prediction", "reading", "reducers", "referring",
-        "research_networks", "scaling", "seal2020", "stage_memory", "stages_streaming", "step_time", "streaming", "strong", "whole_images",
+        "research_networks", "scaling", "seal2020", "stage_memory", "stages_streaming", "start_up", "step_time", "streaming", "strong", "weak_scaling", "whole_images",
     ]  # fmt: skip
 
 

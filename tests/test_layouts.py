@@ -368,7 +368,7 @@ def test_a_map_with_its_halo_is_a_copy():
     without = replace(exchanged, halos=((0.0, 0),) * len(exchanged.halos))
     (copied,), (plain,) = (list(plan._peaks(1, policy, tile)) for tile in (exchanged, without))
     points = [n for n, (_, count) in enumerate(exchanged.halos) if count]
-    maps = sum(plan._bytes(plan.work.graph[n].first) for n in points)
+    maps = sum(plan.work.bytes_of(plan.work.graph[n].first) for n in points)
     assert copied[0, -1] - plain[0, -1] == pytest.approx(share * maps)
     assert len(points) > sum(count > 0 for _, count in read.halos) > 0
 

@@ -423,7 +423,7 @@ def gathered(comm) -> None:
     node.
     """
     if comm.size > 1:
-        _complete(comm.Ibarrier())
+        _complete(comm.Ibarrier(), comm)
 
 
 def largest(comm, numbers: Sequence[int]) -> list[int]:
@@ -437,12 +437,12 @@ def largest(comm, numbers: Sequence[int]) -> list[int]:
     import numpy as np
 
     memory = np.array(numbers, np.int64)
-    _complete(as_communicator(comm).Imaximum(memory))
+    _complete(as_communicator(comm).Imaximum(memory), comm)
     return memory.tolist()
 
 
-def _complete(request: Request) -> None:
-    """Wait for a collective that all ranks start together, without a busy loop."""
+def _complete(request: Request, comm) -> None:
+    """Wait for a collective that all ranks of ``comm`` start together, without a busy loop."""
     pause, reported = 5e-5, False  # pauses in seconds
     while not request.Test():
         if pause == 1e-3 and not reported:

@@ -244,7 +244,7 @@ class Ranks:
         return self
 
     def group(self, members: Sequence[int]) -> Ranks:
-        return Ranks(self.comm.group(members), self.waits)
+        return Ranks(self._reported(self.comm.group)(members), self.waits)
 
     def Split(self, color: int = 0, key: int = 0) -> Ranks:
         return Ranks(self._reported(self.comm.Split)(color, key), self.waits)

@@ -373,6 +373,18 @@ def test_filling_keeps_the_first_features_of_images_with_fewer_patches(tmp_path)
             assert torch.equal(found[i][patch], row) == (j < turns[i])
 
 
+def test_the_head_s_logits_come_in_the_order_of_the_images(tmp_path):
+    plan = config(tmp_path)
+    network = network_of(plan.model, plan.patchgd, 2, 2)
+    filler = PatchEngine(plan, Mesh(Alone()), network, precision="fp64").filler
+    network.eval()
+    sizes = [(33, 33), (16, 20), (16, 20), (33, 33)]
+    features = [torch.randn(len(network.patches(size)), 6).double() for size in sizes]
+    found = filler.logits(features, sizes)
+    alone = [filler.logits([z], [size])[0] for z, size in zip(features, sizes)]
+    torch.testing.assert_close(found, torch.stack(alone), rtol=1e-9, atol=1e-12)
+
+
 def test_a_run_begins_with_the_weights_of_a_backbone(tmp_path):
     """By the names of the backbone's own module; what it has not begins anew."""
 

@@ -322,6 +322,14 @@ def test_tiles_of_a_predictor():
     ]
 
 
+def test_the_layout_of_an_image_follows_its_blocks():
+    predictor, size = predictor_of(network("instance"), (16, 16)), (32, 32)
+    cuts = [[(0, 32), (0, 32)], [(0, 16, 32), (0, 32)], [(0, 32), (0, 16, 32)], None]
+    assert [predictor.layout(size, borders).grid for borders in cuts] == [
+        (1, 1), (2, 1), (1, 2), (1, 1)
+    ]  # fmt: skip
+
+
 def test_a_skip_that_is_the_map_before_a_norm():
     """A pre-activation block: all wait in one file, as tensors of their own, also two skips of one map behind a convolution."""
 

@@ -13,11 +13,14 @@ from test_validation import config
 from distseg.cli.evaluate import run_evaluate
 from distseg.cli.predict import load_predictor
 from distseg.comm.alone import Alone
+from distseg.config.settings import LossConfig
 from distseg.data.store.store import Store
 from distseg.inference.boundary import boundary_counts, with_boundaries
+from distseg.inference.evaluate import _partial_sums
 from distseg.inference.image_scores import flat, rows_of_images, rows_of_maps
 from distseg.inference.image_source import store_image
 from distseg.inference.metrics import confusion, most_likely, scores
+from distseg.layers.loss import Loss
 from distseg.tiling.tile import Box
 from distseg.training.loop import train
 
@@ -92,3 +95,12 @@ def test_the_table_is_that_of_whole_images_on_any_number_of_ranks(comm, shared_p
     assert float(table[0]["iou lake"]) == found["images"][0]["classes"]["lake"]["iou"]
     told = capfd.readouterr().out
     assert "true classes down, predicted classes across" in told and "worst 3 of 3 images" in told
+
+
+def test_the_loss_of_a_tile_is_summed_slab_by_slab(monkeypatch):
+    random = np.random.default_rng(0)
+    logits, labels = random.normal(size=(3, 7, 5)), random.integers(0, 3, (7, 5))
+    loss = Loss(LossConfig(), 3)
+    whole = loss.rows(torch.from_numpy(logits)[None], torch.from_numpy(labels)[None])[0]
+    monkeypatch.setattr("distseg.inference.evaluate._SLAB", 2 * 3 * 5)  # two rows, and one is left
+    assert _partial_sums(loss, logits, labels) == pytest.approx(whole.numpy(), rel=1e-14)

@@ -57,6 +57,25 @@ def test_a_tiffs_tag_holds_for_both(tmp_path):
     )
 
 
+def test_a_pixel_without_data_has_none_in_any_band(tmp_path):
+    pixels = np.ones((2, 6, 5), np.float32)
+    pixels[0, 1], pixels[:, 2, 3] = -9999, -9999
+    tag = (42113, "s", 0, "-9999", True)
+    tifffile.imwrite(tmp_path / "a.tif", pixels, planarconfig="separate", extratags=[tag])
+    source = file_image(str(tmp_path / "a.tif"), {"data": {"mean": [0, 0], "std": [1, 1]}})
+    assert np.argwhere(source.without_data(Box.whole((6, 5)))).tolist() == [[2, 3]]
+
+
+def test_pixels_that_fill_no_block_are_left_out(tmp_path):
+    pixels = RANDOM.normal(size=(7, 9)).astype("f4")
+    np.save(tmp_path / "a.npy", pixels)
+    about = {"data": {"mean": [0], "std": [1]}}
+    source = file_image(str(tmp_path / "a.npy"), about, shrink=2)
+    assert source.size == (3, 4)
+    means = pixels[:6, :8].reshape(3, 2, 4, 2).mean((1, 3))
+    assert np.allclose(source.read(Box.whole(source.size))[0], means, atol=1e-6)
+
+
 def test_what_is_no_data_tells_results_apart(tmp_path):
     np.save(tmp_path / "a.npy", image(7))
     told = {"data": {"mean": [100.0], "std": [9.0]}}

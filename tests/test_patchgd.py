@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -383,6 +384,19 @@ def test_the_head_s_logits_come_in_the_order_of_the_images(tmp_path):
     found = filler.logits(features, sizes)
     alone = [filler.logits([z], [size])[0] for z, size in zip(features, sizes)]
     torch.testing.assert_close(found, torch.stack(alone), rtol=1e-9, atol=1e-12)
+
+
+def test_each_pass_of_a_step_draws_masks_of_its_own(tmp_path):
+    plan, keys = config(tmp_path), set()
+    engine = PatchEngine(plan, Mesh(Alone()), network_of(plan.model, plan.patchgd, 2, 2))
+    for epoch in (0, 1):
+        engine.context.epoch = epoch
+        for what, j in product(("fill", "patches", "head"), range(3)):
+            with engine._masks(what, j):
+                assert engine.context.epoch == engine.head_context.epoch
+                keys.add(engine.context.epoch)
+            assert engine.context.epoch == epoch
+    assert len(keys) == 2 * 3 * 3
 
 
 def test_a_run_begins_with_the_weights_of_a_backbone(tmp_path):

@@ -25,6 +25,7 @@ from distseg.cli.main import main
 from distseg.comm.alone import Alone
 from distseg.config.settings import LossConfig, ModelConfig, PredictConfig
 from distseg.config.sizes import Size
+from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter
 from distseg.report.chart import Line, condensed, line_chart, ticks
 from distseg.report.page import RunPage, data_uri, run_page
@@ -288,7 +289,7 @@ def test_a_volume_is_drawn_by_three_cuts(tmp_path, monkeypatch):
 
 @pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("classes", [("dark", "bright"), ("height",)])
-def test_labels_of_whole_images_have_a_table_of_images(tmp_path, monkeypatch, classes):
+def test_labels_of_whole_images_have_a_table_and_pictures_of_images(tmp_path, monkeypatch, classes):
     monkeypatch.chdir(tmp_path)
     write_store(tmp_path / "s.h5", classes=classes)
     plan = replace(PLAN, model=ModelConfig("test_validation:classifier"))
@@ -298,9 +299,43 @@ def test_labels_of_whole_images_have_a_table_of_images(tmp_path, monkeypatch, cl
     report("run")
     page = check_page(Path("run/report.html").read_text())
     rows = json.loads(Path("run/evaluation/test.json").read_text())["images"]
-    assert {row["image"] for row in rows} <= set(page.texts) and not page.tags("img")
+    assert {row["image"] for row in rows} <= set(page.texts)
+    titles = [title(row) for row in rows]
+    assert [picture["alt"] for picture in page.tags("img")] == [f"Image {one}" for one in titles]
+    assert set(titles) <= set(page.texts) and "no label" not in page.texts
+    assert opened(page.tags("img")[0]["src"]).size == (43, 29)
     assert ("Confusion matrix" in page.texts) == (len(classes) > 1)
     assert "predicted" in page.texts and "Loss" in page.texts
+
+
+def title(row: dict) -> str:
+    true, found = (f"{v:.4g}" if type(v) is float else v for v in (row["label"], row["predicted"]))
+    return f"{row['image']}: true {true}, predicted {found}"
+
+
+def opened(source: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(source.partition("base64,")[2])))
+
+
+@pytest.mark.parametrize("size, shown", [((5, 20, 30), (30, 20)), ((600, 290), (97, 200))])
+def test_a_labelled_picture_is_small_and_of_the_middle(tmp_path, monkeypatch, size, shown):
+    """The middle slice of a volume; a large image shrunk in several strips."""
+    monkeypatch.setattr(pictures, "_STRIP", 2000)
+    middle = np.full(size[-2:], 90, np.uint8)
+    middle[: size[-2] // 2] = 200
+    pixels = np.zeros((1, *size), np.uint8)
+    pixels[(0, *(n // 2 for n in size[:-2]))] = middle
+    with StoreWriter(tmp_path / "s.h5", ["dark", "bright"], 1) as writer:
+        image = writer.add_image("a", size, np.uint8, "train", False, label=1)
+        image.write(Box.whole(size), pixels)
+    gallery = pictures.Gallery(Store(tmp_path / "s.h5"), np.zeros((2, 3)), tmp_path, None)
+    rows = [{"image": "a", "label": "dark", "predicted": "bright", "probability": 0.2}] * 7
+    worst, best = gallery.labelled(rows, 1)
+    assert (len(worst.panels), len(best.panels)) == (6, 1)
+    picture = opened(best.panels[0].source)
+    assert picture.size == shown and best.panels[0].title == title(rows[0])
+    upper, lower = np.split(np.asarray(picture)[:, :, 0].astype(int), 2)
+    assert upper.mean() > lower.mean() + 50 and upper.std() < 20
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

@@ -1,5 +1,7 @@
 """Pictures of evaluated images for the report of a run: image, truth, prediction and errors.
 
+If each image has one label, the picture is the image with its true and its predicted label.
+
 An image is read and shrunk strip by strip, so that memory does not grow with its size. The
 prediction comes from a file of ``distseg predict``, or the network computes it again. A file is
 shown only if its scores are those of the evaluation, so a file of another run is never shown.
@@ -25,9 +27,11 @@ from distseg.report.cuts import middle_of_interest, three_cuts
 from distseg.report.page import Panel, Pictures, data_uri
 from distseg.report.shrink import block_sums, shrink_labels
 from distseg.report.style import ERROR, UNLABELLED, class_colors
-from distseg.tiling.tile import Box
+from distseg.tiling.tile import Box, strips
 
 _SIDE = 560  # longest side of a picture in pixels, at most
+_SMALL_SIDE = 280  # longest side of a picture with one label, at most
+_LABELLED = 6  # pictures with one label for each picture with a class map
 _STRIP = 1 << 20  # pixels that are read at once
 _COMPUTED = 1 << 24  # pixels of the largest image that is predicted again for its picture
 _GREYS = 24  # levels of grey below the errors
@@ -63,6 +67,46 @@ class Gallery:
         worst, best = scored[:count], scored[count:][-count:]
         for word, row in [("worst", row) for row in worst] + [("best", row) for row in best]:
             yield self._picture(row, word)
+
+    def labelled(self, rows: Sequence[Mapping], count: int) -> list[Pictures]:
+        """Return the worst and the best images of a network that predicts one label per image.
+
+        The title of each picture is the true and the predicted label, or number.
+
+        Args:
+            rows: the table of images (:func:`distseg.inference.image_scores.rows_of_images`), the
+                worst image first.
+            count: number of worst images, and of best images, for a network that predicts class
+                maps. Because these pictures are small, there are 6 times as many.
+        """
+        most = _LABELLED * count
+        worst, best = rows[:most], rows[most:][-most:]
+        of_numbers = bool(rows) and "error" in rows[0]
+        caption = "largest error first" if of_numbers else "least probable true class first"
+        return [
+            Pictures(name, caption, [self._labelled(row) for row in chosen])
+            for name, chosen in (("Worst images", worst), ("Best images", best))
+            if chosen
+        ]
+
+    def _labelled(self, row: Mapping) -> Panel:
+        """Return the picture of an image with one label; of a volume its middle slice."""
+        name, image = row["image"], _ShrunkPixels()
+        *outer, height, width = self.store.size(name)
+        middle = tuple(n // 2 for n in outer)
+        block = max(1, -(-max(height, width) // _SMALL_SIDE))
+        for strip in strips(Box.whole((height, width)), _STRIP, block):
+            box = Box((*middle, *strip.start), (*(m + 1 for m in middle), *strip.stop))
+            pixels = self.store.read(name, box)[:3]
+            absent = missing_in(self.store, name, box, pixels)
+            there = None if absent is None else absent.reshape(strip.size)
+            image.add(pixels.reshape(-1, *strip.size), there, block)
+        true, found = (
+            f"{row[key]:.4g}" if isinstance(row[key], float) else row[key]
+            for key in ("label", "predicted")
+        )
+        title = f"{name}: true {true}, predicted {found}"
+        return Panel(title, data_uri(rgb(*image.pixels())), f"Image {title}")
 
     def _picture(self, row: Mapping, word: str) -> Pictures | str:
         name = row["image"]
@@ -151,7 +195,7 @@ class Gallery:
 
     def _drawn(self, name: str, shrunk: _Shrunk) -> list[Panel]:
         """Return the panels of a shrunk image."""
-        picture = rgb(*shrunk.pixels())
+        picture = rgb(*shrunk.image.pixels())
         table = np.vstack([self.colours, class_colors([""], [UNLABELLED])])
         truth, found, wrong = (
             np.concatenate(parts).astype(np.uint8)
@@ -184,6 +228,41 @@ def missing_in(store: Store, name: str, box: Box, pixels: np.ndarray) -> np.ndar
     return None if found is None else found.any(0)
 
 
+class _ShrunkPixels:
+    """Image that is shrunk by blocks of pixels while its strips are added."""
+
+    def __init__(self) -> None:
+        self._sums: list[np.ndarray] = []
+        self._known: list[np.ndarray] = []
+        self._dtype = np.dtype(np.uint8)
+
+    def add(self, pixels: np.ndarray, absent: np.ndarray | None, block: int) -> None:
+        """Add the next strip, whose height is a multiple of the block except for the last strip.
+
+        Args:
+            pixels: (bands, H, W).
+            absent: True for pixels without data, (H, W); None if there are none.
+            block: the side of a block in pixels.
+        """
+        there = np.ones(pixels.shape[1:], bool) if absent is None else ~absent
+        self._dtype = pixels.dtype
+        self._known.append(block_sums(there, block))
+        bands = [np.where(there, band, 0).astype(np.float64) for band in pixels]
+        self._sums.append(np.stack([block_sums(band, block, np.float64) for band in bands]))
+
+    def pixels(self) -> tuple[np.ndarray, None, np.ndarray | None]:
+        """Return (means, None, mask), the arguments of :func:`distseg.data.picture.rgb`.
+
+        ``means`` is the mean of each block, (bands, h, w). ``mask`` is True for blocks with data,
+        (h, w); it is None if no block lacks data. None stands for the number for no data.
+        """
+        sums, known = np.concatenate(self._sums, 1), np.concatenate(self._known)
+        means = sums / np.maximum(known, 1)
+        if self._dtype == np.uint8:
+            means = means.round().astype(np.uint8)
+        return means, None, None if known.all() else known > 0
+
+
 class _Shrunk:
     """Image, labels and errors, shrunk by blocks of pixels while strips are added.
 
@@ -195,6 +274,7 @@ class _Shrunk:
 
     Attributes:
         block: the side of a block in pixels.
+        image: the shrunk image.
     """
 
     def __init__(self, row: Mapping, store: Store, tolerance: float):
@@ -205,9 +285,7 @@ class _Shrunk:
         errors = round(row["pixels"] * (1 - (row["accuracy"] or 0)))
         self._errors = np.array([row["pixels"] - errors, errors])
         self._matrix = np.zeros((len(counts), len(counts)), np.int64)
-        self._sums: list[np.ndarray] = []
-        self._known: list[np.ndarray] = []
-        self._dtype = np.dtype(np.uint8)
+        self.image = _ShrunkPixels()
         self.truth: list[np.ndarray] = []
         self.found: list[np.ndarray] = []
         self.wrong: list[np.ndarray] = []
@@ -258,26 +336,10 @@ class _Shrunk:
             truth: the labels, (H, W).
             found: the predicted classes, (H, W).
         """
-        there = np.ones(truth.shape, bool) if absent is None else ~absent
-        self._dtype = pixels.dtype
-        self._known.append(block_sums(there, self.block))
-        bands = [np.where(there, band, 0).astype(np.float64) for band in pixels]
-        self._sums.append(np.stack([block_sums(band, self.block, np.float64) for band in bands]))
+        self.image.add(pixels, absent, self.block)
         number = len(self.classes)
         for labels, parts in ((truth, self.truth), (found, self.found)):
             with_ignored = np.where(labels == self.ignore, number, labels)
             parts.append(shrink_labels(with_ignored, self._counts, self.block))
         wrong = (truth != self.ignore) & (truth != found)
         self.wrong.append(shrink_labels(wrong, self._errors, self.block))
-
-    def pixels(self) -> tuple[np.ndarray, None, np.ndarray | None]:
-        """Return (means, None, mask), the arguments of :func:`distseg.data.picture.rgb`.
-
-        ``means`` is the mean of each block, (bands, h, w). ``mask`` is True for blocks with data,
-        (h, w); it is None if no block lacks data. None stands for the number for no data.
-        """
-        sums, known = np.concatenate(self._sums, 1), np.concatenate(self._known)
-        means = sums / np.maximum(known, 1)
-        if self._dtype == np.uint8:
-            means = means.round().astype(np.uint8)
-        return means, None, None if known.all() else known > 0

@@ -147,8 +147,8 @@ class _Reported:
         )
         pictures: list[Pictures | str] = []
         colours = class_colors(classes, self.best["data"].get("colours"))
-        if of_maps and self.count and not notes:
-            pictures = self._pictures(record, colours)
+        if self.count and not notes:
+            pictures = self._pictures(record, colours, of_maps)
         matrix = record.get("confusion") or []
         if len(matrix) > _CLASSES:
             notes.append(f"The confusion matrix of {len(matrix)} classes is in the JSON file only.")
@@ -163,13 +163,21 @@ class _Reported:
             [flat(row) for row in rows[:_ROWS]],
             max(0, len(rows) - _ROWS),
             [one for one in pictures if isinstance(one, Pictures)],
-            [(name, "#" + bytes(colour).hex()) for name, colour in zip(classes, colours)]
-            + [("no label", UNLABELLED), ("error", ERROR)],
+            _legend(classes, colours) if of_maps else [],
             notes + [one for one in pictures if isinstance(one, str)],
         )
 
-    def _pictures(self, record: Mapping, colours: np.ndarray) -> list[Pictures | str]:
-        """Return the pictures of the worst and best images, and a note for each that is missing."""
+    def _pictures(
+        self, record: Mapping, colours: np.ndarray, of_maps: bool
+    ) -> list[Pictures | str]:
+        """Return the pictures of the worst and best images, and a note for each that is missing.
+
+        Args:
+            record: the content of the file of the evaluation.
+            colours: the colours of the classes, (classes, 3) uint8.
+            of_maps: True if the network predicts class maps, False if it predicts one label or
+                number for each image.
+        """
         there = record["store"] if Path(record["store"]).exists() else self.data.store
         try:
             store = store_for(replace(self.data, store=there), self.best)
@@ -180,7 +188,15 @@ class _Reported:
             return [f"There are no pictures, because the images cannot be read: {e}"]
         checkpoint = str(self.folder / FOLDER / Path(record["checkpoint"]).name)
         gallery = Gallery(store, colours, self.predictions, partial(self.predictor, checkpoint))
+        if not of_maps:
+            return [*gallery.labelled(record["images"], self.count)]
         return list(gallery.pictures(record["images"], self.count))
+
+
+def _legend(classes: Sequence[str], colours: np.ndarray) -> list[tuple[str, str]]:
+    """Return the name and the colour of each class in pictures of class maps."""
+    named = [(name, "#" + bytes(colour).hex()) for name, colour in zip(classes, colours)]
+    return [*named, ("no label", UNLABELLED), ("error", ERROR)]
 
 
 def _summary(best: Mapping, last: Mapping) -> str:

@@ -71,7 +71,8 @@ class Evaluated:
         images: the rows of the table of images.
         omitted: number of images that the table leaves out.
         pictures: the pictures of some images.
-        legend: the name and the colour, such as ``#0072b2``, of each class.
+        legend: the name and the colour, such as ``#0072b2``, of each class; empty if the pictures
+            have no colours of classes.
         notes: sentences on what is missing.
     """
 

@@ -2,7 +2,12 @@
 
 Every case is a job of its own, whose peak is that of its whole process (the resident set, scratch files apart). A small image is
 trained as long as a large one takes for a step, since the gaps that the allocator leaves grow with the tiles that were computed. Images are the
-Blue Marble resampled to the size, red, green, blue and luminance, with land against water.
+Blue Marble resampled to the size, red, green, blue and luminance, with land against water. Volumes have one band: random balls in noise.
+
+With ``--keep FOLDER`` the stores stay in this folder, and each has a config, so that the same step can be run by hand::
+
+    python -m benchmarks.streaming --network volume-8 --sizes 512 --plain 128 192 256 --memory 2GB --steps 1 --keep volumes
+    distseg train volumes/offload-512.yaml
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -32,8 +38,10 @@ from distseg.config.settings import (
     ModelConfig,
     OptimConfig,
     StreamingConfig,
+    TrainConfig,
 )
 from distseg.config.sizes import Size
+from distseg.data.prepare import chunk_strips
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter
 from distseg.models.zoo import build_model, outline_model
@@ -47,8 +55,14 @@ from distseg.training.run import step_loader
 QUESTION = "What memory and time does a step take on images far larger than memory?"
 NETWORKS = {
     "unet-16": dict(name="unet", depth=4, num_convs=2, base_channels=16),
+    "unet-4": dict(name="unet", depth=4, num_convs=2, base_channels=4),
     "summit-small": dict(name="summit-small"),
+    "volume-8": dict(name="unet", dims=3, depth=3, num_convs=2, base_channels=8),
+    "volume-16": dict(name="unet", dims=3, depth=3, num_convs=2, base_channels=16),
 }
+
+
+LAST_OF = {2: torch.channels_last, 3: torch.channels_last_3d}  # memory format, by spatial dims
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=int,
         nargs="*",
         default=[1024, 2048, 4096, 8192],
-        help="sides of square images (default: %(default)s)",
+        help="sides of square images or cubes (default: %(default)s)",
     )
     parser.add_argument(
         "--plain",
@@ -96,7 +110,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seconds",
         type=float,
         default=120,
-        help="that a case in time trains, two steps at least (default: %(default)s)",
+        help="that a streamed case trains at least (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=2, help="of a streamed case at least (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        default=None,
+        metavar="FOLDER",
+        help="keep the stores there, with a config beside each, and use those that are there",
     )
     parser.add_argument("--name", default="streaming", help="of the result files")
     parser.add_argument("--job", help="one step of a mode on a store, or of plain: internal")
@@ -114,23 +138,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     rows = []
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        stores = {
-            side: _store(Path(folder) / f"{side}.h5", side, options.images)
-            for side in {*options.sizes, *options.plain}
-        }
+        kept = options.keep or Path(folder)
+        kept.mkdir(parents=True, exist_ok=True)
         for mode, sides in [
             *((mode, options.sizes) for mode in options.modes),
             ("plain", options.plain),
         ]:
             for side in sides:
-                rows.append(_row(mode, side, _run(options, mode, stores[side], folder)))
+                store = _store(kept / f"{side}.h5", side, options)
+                if options.keep and mode != "plain":
+                    _write_config(kept / f"{mode}-{side}.yaml", options, mode, store)
+                rows.append(_row(mode, _shape(options, side), _run(options, mode, store, folder)))
                 print(rows[-1], file=sys.stderr, flush=True)
-    extrapolated = _extrapolated(rows, max(options.sizes))
+    extrapolated = _extrapolated(rows, _shape(options, max(options.sizes)))
     ours, own = (
         "offload: instance norm in training mode; recompute: no norm; plain: PyTorch's layers, instance norm",
         "offload: its norms in training mode; plain: the module itself",
     )
-    notes = f"{options.network}{options.args or ''}, batch {options.images}, {options.precision}, --memory {options.memory}; {own if ':' in options.network else ours}, glibc as it is; a line through its peaks gives {extrapolated:.0f} GB at {max(options.sizes)}x{max(options.sizes)}"
+    notes = f"{options.network}{options.args or ''}, batch {options.images}, {options.precision}, --memory {options.memory}; {own if ':' in options.network else ours}, glibc as it is; a line through its peaks gives {extrapolated:.0f} GB at {_shape(options, max(options.sizes))}"
     parameters = {
         "network": NETWORKS.get(options.network, options.network),
         "args": options.args,
@@ -150,27 +175,78 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
 
 
-def _store(path: Path, side: int, images: int) -> str:
+def _shape(options: argparse.Namespace, side: int) -> Size:
+    """The size of an image or volume with this side."""
+    return Size((side,) * NETWORKS.get(options.network, {}).get("dims", 2))
+
+
+def _store(path: Path, side: int, options: argparse.Namespace) -> str:
+    """The path of a store with the images or volumes of a side, which is made if it is not there."""
+    size = _shape(options, side)
+    strips, bands = (
+        (_balls(size), ("density",))
+        if len(size) == 3
+        else (_earth(size), ("red", "green", "blue", "luminance"))
+    )
+    if path.exists():
+        return str(path)
+    with StoreWriter(path, ("background", "object"), bands) as writer:
+        targets = [
+            writer.add_image(f"image{number}", size, np.uint8, "train", labels=True)
+            for number in range(options.images)
+        ]
+        for strip, pixels, labels in strips:
+            for number, target in enumerate(targets):  # each is rolled along its last dim
+                by = number * side // options.images
+                target.write(strip, np.roll(pixels, by, -1), np.roll(labels, by, -1))
+    return str(path)
+
+
+def _earth(size: Size) -> Iterator[tuple[Box, np.ndarray, np.ndarray]]:
+    """Strips of the Blue Marble, resampled, with land as the object."""
     from PIL import Image
 
-    from distseg.data.examples.blue_marble import land_mask, source_folder
+    from distseg.data.examples.blue_marble import source_folder
+    from distseg.data.examples.gigapixel import Earth
 
-    folder = source_folder()
-    with Image.open(folder / "bmng.jpg") as image:
-        resized = image.resize((side, side), Image.BILINEAR)
-    bands = [*np.asarray(resized).transpose(2, 0, 1), np.asarray(resized.convert("L"))]
-    labels = (land_mask(folder / "lsmask_1.25min_f.bin", (side, side)) == 1).astype(np.uint8)
-    with StoreWriter(path, ("water", "land"), ("red", "green", "blue", "luminance")) as writer:
-        for number in range(images):  # turned by a part of the earth each
-            target = writer.add_image(
-                f"earth{number}", (side, side), np.uint8, "train", labels=True
+    earth = Earth(size)
+    with Image.open(source_folder() / "bmng.jpg") as image:
+        rows = image.height / size[0]
+        for strip in chunk_strips(size, 4):
+            start, stop = strip.start[0], strip.stop[0]
+            part = image.resize(
+                strip.size[::-1], Image.BILINEAR, (0, start * rows, image.width, stop * rows)
             )
+            bands = [*np.asarray(part).transpose(2, 0, 1), np.asarray(part.convert("L"))]
+            yield strip, np.stack(bands), earth.rows(start, stop)[1]
 
-            def turned(x):
-                return np.roll(x, number * side // images, -1)
 
-            target.write(Box.whole((side, side)), turned(np.stack(bands)), turned(labels))
-    return str(path)
+def _balls(size: Size, seed: int = 0) -> Iterator[tuple[Box, np.ndarray, np.ndarray]]:
+    """Strips of a volume of noise, in which 60 random balls are denser."""
+    random = np.random.default_rng(seed)
+    centres = random.uniform(0, size[0], (60, len(size)))
+    radii = random.uniform(0.03, 0.1, len(centres)) * size[0]
+    for strip in chunk_strips(size, 1):
+        labels = np.zeros(strip.size, np.uint8)
+        places = np.ogrid[strip.slices]
+        for centre, radius in zip(centres, radii):
+            if strip.start[0] < centre[0] + radius and centre[0] - radius < strip.stop[0]:
+                away = sum((place - c) ** 2 for place, c in zip(places, centre))
+                labels[away < radius**2] = 1
+        noise = random.normal(100, 20, strip.size) + 40 * labels
+        yield strip, noise.clip(0, 255).astype(np.uint8)[None], labels
+
+
+def _write_config(path: Path, options: argparse.Namespace, mode: str, store: str) -> None:
+    """Write a config with which ``distseg train`` runs one step of a case."""
+    import yaml
+
+    given = argparse.Namespace(**{**vars(options), "store": store})
+    train = TrainConfig(
+        output=str(path.with_suffix("")), epochs=1, precision=options.precision, validate_every=0
+    )
+    plain = replace(_config(given, mode, Store(store)), train=train).as_plain()
+    path.write_text(yaml.safe_dump(plain, sort_keys=False))
 
 
 def _run(options: argparse.Namespace, mode: str, store: str, folder: str) -> dict:
@@ -200,26 +276,28 @@ def _run(options: argparse.Namespace, mode: str, store: str, folder: str) -> dic
             folder,
             "--seconds",
             str(options.seconds),
+            "--steps",
+            str(options.steps),
         ],
         threads=torch.get_num_threads(),
-        timeout=7200,
+        timeout=8 * 3600,
     )
 
 
-def _config(options: argparse.Namespace, mode: str) -> Config:
+def _config(options: argparse.Namespace, mode: str, store: Store) -> Config:
     norm = "none" if mode == "recompute" else "instance"
     known = (
         dict(NETWORKS[options.network], norm=norm)
         if options.network in NETWORKS
         else dict(name=options.network, args=options.args or None)
     )
-    model = ModelConfig(**known, in_channels=4, out_channels=1)
+    model = ModelConfig(**known, in_channels=store.bands, out_channels=1)
     streaming = (
         StreamingConfig()
         if mode == "plain"
         else StreamingConfig(memory=options.memory, scratch=options.scratch)
     )
-    return Config(
+    config = Config(
         model=model,
         mesh=MeshConfig(),
         streaming=streaming,
@@ -227,22 +305,25 @@ def _config(options: argparse.Namespace, mode: str) -> Config:
         data=DataConfig(store=options.store, images=options.images),
         optim=OptimConfig("adam"),
     )
+    size = store.size("image0")
+    return config.with_dims(len(size), str(Size(size)))
 
 
 def _job(options: argparse.Namespace) -> None:
-    config, store = _config(options, options.job), Store(options.store)
+    store = Store(options.store)
+    config = _config(options, options.job, store)
     last = options.precision == "bf16"
     if options.job == "plain":
         return _plain(config, store, options)
     comm = world()
     device = set_up(comm, "cpu", torch.get_num_threads()).device
     model = outline_model(config.model)
-    mesh, size = Mesh(comm, 1, Size((1, 1)), 1), store.size("earth0")
+    mesh, size = Mesh(comm, 1, config.mesh.tiles, 1), store.size("image0")
     engine = Engine(config, mesh, model, size, device, options.precision, last)
     loader = step_loader(store, engine)
     seconds, stored = [], 0
     while (
-        len(seconds) < 2 or sum(seconds) < options.seconds
+        len(seconds) < options.steps or sum(seconds) < options.seconds
     ):  # the first one makes the optimizer's state
         for blocks in loader.epoch(len(seconds)):
             stored = engine.streaming.executor.stored([block.place for block in blocks[0]])
@@ -271,15 +352,16 @@ def _plain(config: Config, store: Store, options: argparse.Namespace) -> None:
         autocast(options.precision, torch.device("cpu")),
     )
     box, names = (
-        Box.whole(store.size("earth0")),
-        [f"earth{number}" for number in range(options.images)],
+        Box.whole(store.size("image0")),
+        [f"image{number}" for number in range(options.images)],
     )
     x, labels = (
         torch.from_numpy(np.stack([read(name, box) for name in names]))
         for read in (store.read_normalised, store.labels)
     )
     labels = labels.unsqueeze(1).float()
-    x = x.contiguous(memory_format=torch.channels_last) if options.precision == "bf16" else x
+    if options.precision == "bf16":
+        x = x.contiguous(memory_format=LAST_OF[len(box.size)])
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
@@ -303,11 +385,11 @@ def _plain(config: Config, store: Store, options: argparse.Namespace) -> None:
     )
 
 
-def _row(mode: str, side: int, found: dict) -> dict:
-    rate = side * side / found["seconds"] / 1e6
+def _row(mode: str, size: Size, found: dict) -> dict:
+    rate = size.volume / found["seconds"] / 1e6
     return {
         "mode": mode,
-        "size": f"{side}x{side}",
+        "size": str(size),
         "steps": found["steps"],
         "step [s]": found["seconds"],
         "Mpx/s": rate,
@@ -317,17 +399,13 @@ def _row(mode: str, side: int, found: dict) -> dict:
     }
 
 
-def _extrapolated(rows: list[dict], side: int) -> float:
+def _extrapolated(rows: list[dict], size: Size) -> float:
     """GB that plain PyTorch would need, by a line through its peaks."""
-    plain = [
-        (int(row["size"].split("x")[0]) ** 2, row["peak [GB]"])
-        for row in rows
-        if row["mode"] == "plain"
-    ]
+    plain = [(Size(row["size"]).volume, row["peak [GB]"]) for row in rows if row["mode"] == "plain"]
     if len(plain) < 2:
         return float("nan")
     slope, start = np.polyfit(*zip(*plain), 1)
-    return float(start + slope * side**2)
+    return float(start + slope * size.volume)
 
 
 def draw(rows: list[dict], options: argparse.Namespace, path: Path) -> None:
@@ -359,7 +437,7 @@ def draw(rows: list[dict], options: argparse.Namespace, path: Path) -> None:
             ends = [max(options.plain), max(options.sizes)]
             axes.plot(
                 ends,
-                [_extrapolated(rows, n) for n in ends],
+                [_extrapolated(rows, _shape(options, n)) for n in ends],
                 ":",
                 color=INK,
                 label="plain, by a line in pixels",
@@ -369,7 +447,7 @@ def draw(rows: list[dict], options: argparse.Namespace, path: Path) -> None:
         axes.set_xticks(
             sorted({*options.sizes, *options.plain}), sorted({*options.sizes, *options.plain})
         )
-        axes.set_xlabel("pixels a side")
+        axes.set_xlabel("pixels or voxels a side")
         axes.set_ylabel("GB")
         axes.legend()
         figure.tight_layout()

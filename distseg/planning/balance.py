@@ -73,17 +73,14 @@ def split_within(
         reached = one @ reached
     if not reached[-1]:
         return None
-    if fits is None and seconds.ndim == 2:
-        tables = [np.where(possible, seconds.T, np.inf)] * stages
-    else:
-        each = seconds if seconds.ndim == 3 else [seconds] * stages
-        tables = [np.where(one, table.T, np.inf) for one, table in zip(allowed, each)]
-    slowest, _ = _cheapest(tables, np.maximum)
-    squares: dict[int, np.ndarray] = {}  # by the identity of a table, because tables may be equal
-    for table in tables:
-        if id(table) not in squares:
-            squares[id(table)] = np.where(table <= slowest, np.square(table), np.inf)
-    return _cheapest([squares[id(table)] for table in tables], np.add)[1]
+    each = seconds if seconds.ndim == 3 else [seconds] * stages
+    # If all stages have the same seconds and no limit, they share one table.
+    repeated = stages if fits is None and seconds.ndim == 2 else 1
+    pairs = list(zip(allowed, each))[: stages // repeated]
+    tables = [np.where(one, table.T, np.inf) for one, table in pairs]
+    slowest, _ = _cheapest(tables * repeated, np.maximum)
+    squares = [np.where(table <= slowest, np.square(table), np.inf) for table in tables]
+    return _cheapest(squares * repeated, np.add)[1]
 
 
 def _possible(layers: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Weak scaling of summit-small, the network of 72 million parameters of Seal et al. 2020, simulated: one image of 10000 x 10000 for each 64 GPUs.
+"""Weak scaling of summit-small, the network of 72 million parameters of Seal et al. 2020, simulated: one image of 10000 x 10000 for each 72 GPUs.
 
 Nothing is measured here. The simulation (distseg.planning.step_simulation) has the profile ``summit-v100``, shared links, and one effect at
 a time that a machine of this size may have. Numbers that nobody published for Summit are given as ranges.
@@ -23,7 +23,7 @@ from distseg.planning.step_simulation import Noise, SimulatedStep, simulate_step
 from distseg.report.style import PALETTE, new_figure
 
 QUESTION = "How does a step of summit-small on images of 10000 x 10000 scale to 27,648 GPUs of Summit and beyond, and what breaks first?"
-GRID, RANKS = Size((8, 8)), (64, 768, 6144, 27648, 100032)
+GRID, RANKS = Size((8, 9)), (72, 27648, 100008)  # an image fills 12 nodes of 6 GPUs
 NODES_OF_A_SWITCH = 18
 
 
@@ -75,11 +75,9 @@ def rows_of(
     The efficiency is the time of the fewest ranks without any effect over the time of the row.
     """
     machine, first = load_machine("summit-v100"), None
-    planners = {
-        n: Training(network, side, machine, images=n // grid.volume).planner() for n in ranks
-    }
+    planner = Training(network, side, machine).planner()  # a rank has as much work in every job
     for effect in EFFECTS:
-        for number, planner in planners.items():
+        for number in ranks:
             layout = MeshLayout(number // grid.volume, grid, 1, exchange, 1, "1f1b", "never")
             before = time.perf_counter()
             found = simulated(planner, layout, effect)

@@ -495,10 +495,14 @@ def test_the_command_plans_for_another_machine(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith("4 ranks, a step of 4 images of 96x128")
     assert "next: mpirun -n 4 distseg train " in said and "--mesh.samples" in said
-    assert not run(["plan", *words, "--json"])
+    assert not run(["plan", *words, "--json", "--simulate"])
     found = json.loads(capsys.readouterr().out)
-    assert found["fits"] and found["layouts"][0]["seconds"] == min(
-        row["seconds"] for row in found["layouts"]
+    assert found["simulated"]["ranks"] == 4
+    assert found["simulated"]["seconds"] == pytest.approx(found["layouts"][0]["seconds"], rel=0.1)
+    assert (
+        "simulated, with shared links" in text(found, "x")
+        and found["fits"]
+        and found["layouts"][0]["seconds"] == min(row["seconds"] for row in found["layouts"])
     )
 
 

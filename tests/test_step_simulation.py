@@ -47,6 +47,17 @@ def test_alone_on_a_node_a_step_takes_the_planners_time(one):
     assert simulated(plan, one).seconds == pytest.approx(plan.predict(one).seconds, rel=1e-12)
 
 
+def test_statistics_over_all_sample_groups_take_the_planners_time():
+    work = replace(modelled("64x64").work, step_norms=True)
+    plan, one = Planner(work, machine(**ONE_NODE)), layout(samples=4, tiles="1x2", m=1)
+    assert simulated(plan, one).seconds == pytest.approx(plan.predict(one).seconds, rel=1e-12)
+    steady, apart = (
+        simulated(each, one, Noise(spread=0.3, steps=3)).median
+        for each in (plan, plan_of(**ONE_NODE))
+    )
+    assert steady > apart  # each norm waits for the slowest rank of all groups
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_a_pipeline_with_free_messages_takes_the_planners_time(schedule):
     plan = plan_of(**FREE, ranks=1000)
@@ -154,10 +165,8 @@ def test_cables_between_switches_are_shared():
 
 
 def test_what_cannot_be_simulated_is_refused():
-    plan = modelled("64x64", 2, norm="batch", norm_scope="step")
+    plan = plan_of(batch=2)
     one = layout(samples=2, m=1)
-    with pytest.raises(ValueError, match=r"spatial.norm_scope is step with mesh.samples 2"):
-        simulated(plan, one)
     with pytest.raises(ValueError, match="the layout has 2 ranks, but the cluster has 3"):
         step_tasks(plan.work, one, plan.predict(one).balance, Cluster(plan.machine, 3))
     with pytest.raises(ValueError, match="sums is 'star': give one of halving, ring, tree"):

@@ -469,6 +469,11 @@ def _layouts(arguments: list[str]) -> int:
         help="Draw time and memory of the layouts to this file, such as plan.png, and the "
         "timeline of the fastest one beside it.",
     )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="Simulate the fastest layout, whose messages share the links of nodes.",
+    )
     parser.add_argument("--json", action="store_true", help="Print one object; seconds and bytes.")
 
     @_joint
@@ -497,6 +502,7 @@ def _layouts(arguments: list[str]) -> int:
             flags["machine"],
             parse_bytes(flags["limit"]),
             flags["batch"],
+            flags["simulate"],
         )
         if found is not None:
             if flags["save"]:

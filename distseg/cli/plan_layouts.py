@@ -43,6 +43,7 @@ from distseg.layers.norm import active_norms, kind_of
 from distseg.models.bands import channels_of
 from distseg.models.capture.capture import as_network
 from distseg.models.network import flat_layers, is_flat, of_image
+from distseg.planning.cluster import Cluster
 from distseg.planning.cost import Costs, modelled
 from distseg.planning.layout_pictures import plot_layouts
 from distseg.planning.machine import Machine, as_profile, load_machine
@@ -50,6 +51,7 @@ from distseg.planning.mesh_search import MeshLayout, Planner, Prediction, Work
 from distseg.planning.rates import PRECISIONS as RATED
 from distseg.planning.roofline import CORE, fastest, this_cpu
 from distseg.planning.stage_memory import Policy, ranges_of, stage_memory
+from distseg.planning.step_simulation import simulate_step
 from distseg.planning.timeline import plot_timeline
 from distseg.report.tables import table
 from distseg.runtime.optimizer import state_copies
@@ -114,6 +116,7 @@ def plan_layouts(
     machine: str = HERE,
     memory: float | None = None,
     batch: int | None = None,
+    simulate: bool = False,
 ) -> PlannedLayouts | None:
     """Return the best layouts of a training on a number of ranks.
 
@@ -129,6 +132,7 @@ def plan_layouts(
         memory: the memory limit of a rank in bytes; by default the memory that the machine has.
         batch: the number of images in a step, over all sample groups; by default that of the
             config.
+        simulate: True to simulate the fastest layout too (:func:`simulated`).
 
     Raises:
         ValueError: the network is not a list of known layers, the batch does not divide into
@@ -156,6 +160,7 @@ def plan_layouts(
     if len(searches) > 1:
         precision["train.precision"] = work.precision
         training = replace(training, config=training.config.with_values(precision))
+    step = simulated(planner, best[0]) if simulate else None
     chosen = choose_layout(planner, ranks, training.sizes, best)
     streamed = None
     if chosen is not None and chosen.memory is not None:
@@ -177,9 +182,21 @@ def plan_layouts(
         "streamed": streamed,
         "chosen": chosen.settings() | precision,
         "hangs_on": sensitivity(planner, memory, ranks, best[0], training.sizes),
+        "simulated": step,
     }
     chosen_config = chosen.applied_to(config).with_values(precision)
     return PlannedLayouts(facts, chosen_config, planner, training.sizes)
+
+
+def simulated(planner: Planner, found: Prediction) -> dict:
+    """Return the simulated step of a predicted layout, in types that JSON can hold.
+
+    The entries are the seconds of the step, the seconds of the tasks one after another that
+    determine it by purpose, and the number of simulated ranks, which stand for all.
+    """
+    cluster = Cluster(planner.machine, found.layout.ranks)
+    step = simulate_step(planner.work, found.layout, found.balance, cluster)
+    return {"seconds": step.seconds, "parts": step.parts, "ranks": step.simulated}
 
 
 def with_best_layout(
@@ -726,6 +743,13 @@ def text(found: dict, config_path: str) -> str:
                 f"{family}: its best layout takes {row['seconds'] / best['seconds']:.2f} times as "
                 f"long as the first layout; most is lost by {row['largest_loss']}"
             )
+    if step := found["simulated"]:
+        parts = sorted(step["parts"].items(), key=lambda part: -part[1])
+        lines.append(
+            f"the first layout simulated, with shared links: {step['seconds']:.3g} s a step ("
+            + ", ".join(f"{name} {seconds:.2g} s" for name, seconds in parts)
+            + f"); {step['ranks']} simulated ranks stand for all"
+        )
     lines += found["notes"]
     lines += [f"the best layout depends on a guess: {s}" for s in found["hangs_on"]]
     if found["steps"]:

@@ -76,7 +76,8 @@ class Cluster:
             whole: the number of all ranks that take part, simulated or not.
         """
         nodes = dict.fromkeys(map(self.node, ranks))
-        over_network = len(nodes) > 1 or whole > len(ranks)
+        elsewhere = whole > len(ranks) and self.ranks > self.machine.ranks
+        over_network = len(nodes) > 1 or elsewhere
         kinds = ("card out", "card in", "sums")[: 2 if self.sum_network is None else 3]
         return (
             *(("rank out", rank) for rank in ranks),

@@ -109,7 +109,7 @@ def simulate_step(
             all gradients are summed after it.
 
     Raises:
-        ValueError: the layout cannot be simulated (:func:`distseg.planning.step_tasks.step_tasks`).
+        ValueError: the cluster has another number of ranks than the layout.
     """
     found = step_tasks(work, layout, balance, cluster, bucket)
     capacity = cluster.capacity(found.simulated)

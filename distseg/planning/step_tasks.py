@@ -6,7 +6,8 @@ cut where its layers exchange halos or statistics. Seconds and bytes are those o
 neighbours, and its own place in a node.
 
 All sample groups do the same work. So only the first few groups are simulated, until the next group
-has the same places in its nodes as the first one. The others are copies.
+has the same places in its nodes as the first one. The others are copies. If batch norm takes its
+statistics over all groups, only one group is simulated.
 """
 
 from __future__ import annotations
@@ -136,18 +137,12 @@ def step_tasks(
             all gradients are summed after it, as distseg does.
 
     Raises:
-        ValueError: the cluster has another number of ranks than the layout, or batch norm takes its
-            statistics over several sample groups, which are not simulated together.
+        ValueError: the cluster has another number of ranks than the layout.
     """
     if layout.ranks != cluster.ranks:
         raise ValueError(
             f"the layout has {layout.ranks} ranks, but the cluster has {cluster.ranks}: give both "
             "the same number"
-        )
-    if work.step_norms and layout.samples > 1 and work.norms:
-        raise ValueError(
-            f"spatial.norm_scope is step with mesh.samples {layout.samples}: statistics over "
-            "several sample groups are not simulated; set spatial.norm_scope to group"
         )
     return _Step(work, layout, balance, cluster, bucket).listed()
 
@@ -162,7 +157,11 @@ class _Step:
         self.tasks: list[Task] = []
         whole = layout.tiles.volume * layout.stages
         period = math.lcm(whole, cluster.machine.ranks) // whole
-        self.groups = min(layout.samples, period, max(1, _SIMULATED // whole))
+        # Groups that take statistics together do every norm at the same time.
+        together = work.step_norms and bool(work.norms)
+        most = 1 if together else max(1, _SIMULATED // whole)
+        self.groups = min(layout.samples, period, most)
+        self.norm_groups = layout.samples if together else 1
         # For each stage and part of its gradients, the tasks after which the part is complete.
         self.gradients: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ends: dict[int, tuple[int, ...]] = {}  # of each rank: its last tasks
@@ -336,13 +335,15 @@ class _Group:
                 incoming[target].append(self.step.add(task))
             for target, found in incoming.items():
                 self._last[stage][target] += tuple(found)
-        if number in self.work.norms and self.layout.tiles.volume > 1:
+        sharing = self.step.norm_groups * self.layout.tiles.volume
+        if number in self.work.norms and sharing > 1:
             self._flush(stage)
             ranks = [self._rank(stage, tile) for tile in range(self.layout.tiles.volume)]
             after = tuple(dict.fromkeys(task for last in self._last[stage] for task in last))
-            seconds, sent = self.cluster.sum_cost(len(ranks), _STATISTICS)
-            links = self.cluster.sum_links(ranks, len(ranks))
-            task = self.step.add(Task(NORMS, after, seconds, sent, links))
+            seconds, sent = self.cluster.sum_cost(sharing, _STATISTICS)
+            links = self.cluster.sum_links(ranks, sharing)
+            joint = self.step.norm_groups > 1
+            task = self.step.add(Task(NORMS, after, seconds, sent, links, joint=joint))
             self._last[stage] = [(task,)] * len(ranks)
 
     def _send(self, stage: int, op: Send) -> None:

@@ -34,7 +34,8 @@ class Cluster:
             the machine.
         switch: the number of nodes of a switch; 0 if all nodes are on one switch.
         contention: the factor by which the cables between switches are slower than the cards of
-            all nodes of a switch together; 1 for a fat tree without contention.
+            all nodes of a switch together; 1 for a fat tree without contention. Sums are not slowed
+            by it: a ring passes the cables of each switch once.
         storage: bytes/s that the file system gives the job; infinite if reading is not simulated.
         stored: bytes of a pixel's value in the image files.
     """

@@ -23,7 +23,7 @@ from distseg.planning.step_simulation import Noise, SimulatedStep, simulate_step
 from distseg.report.style import PALETTE, new_figure
 
 QUESTION = "How does a step of summit-small on images of 10000 x 10000 scale to 27,648 GPUs of Summit and beyond, and what breaks first?"
-GRID, RANKS = Size((8, 9)), (72, 27648, 100008)  # an image fills 12 nodes of 6 GPUs
+GRID, RANKS = Size((8, 9)), (72, 1152, 6912, 27648, 100008)  # an image fills 12 nodes of 6 GPUs
 NODES_OF_A_SWITCH = 18
 
 

@@ -1,8 +1,8 @@
 """A georeferenced gigapixel from file to file: ``distseg predict`` on a tiled GeoTIFF, with class map and polygons as GIS programs read them.
 
-The image is drawn: smooth hills with noise, in three bands, in a CRS of UTM. A small U-Net learns water, grass and rock from crops of the same kind. Four questions:
+The image is drawn: smooth hills with noise, in three bands, in a CRS of UTM. A small U-Net learns water, grass and rock from crops of the same kind. Five questions:
 what the process takes beyond PyTorch itself (``import torch`` and one convolution, a process of its own) as images grow; how fast it is beside a plain loop over
-windows with the same network, halo, tile, precision and threads; whether a prediction that is interrupted and killed writes the same bytes as one that is not; and
+windows with the same network, halo, tile, precision and threads; what ``distseg trace`` takes for a class map whose objects span the map; whether a prediction that is interrupted and killed writes the same bytes as one that is not; and
 whether rasterio, pyogrio (or geopandas) and, where it is installed, rio-cogeo read the results.
 """
 
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -40,11 +40,13 @@ from distseg.training.run_config import load
 
 QUESTION = "In what memory and how fast does a georeferenced gigapixel become a class map and polygons that GIS programs read?"
 CLASSES = ("water", "grass", "rock")
+PARTS = ("peak", "trace", "plain", "stop")
 NETWORK = {"depth": 2, "num_convs": 1, "base_channels": 8, "norm": "batch"}
 PLACE = {"crs": "EPSG:32633", "transform": (10.0, 0.0, 4e5, 0.0, -10.0, 5.4e6)}
 EDGE = 512  # of the image's TIFF tiles
 _WAVES = 12  # that the hills are a sum of
 _NOISE = 16  # levels of noise in a band
+_ROUGH = 0.03  # noise of the hills where a class map is drawn
 _MOST_ENDED = 20  # predictions that may end before they are stopped
 # The largest resident memory of the process itself: what exec found before it does not count in VmHWM.
 _PEAK = "next(int(line.split()[1]) << 10 for line in open('/proc/self/status') if line.startswith('VmHWM'))"
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="of the image for the plain loop and the interruptions (default: %(default)s)",
     )
     parser.add_argument(
-        "--parts", nargs="*", choices=("peak", "plain", "stop"), default=["peak", "plain", "stop"]
+        "--parts", nargs="*", choices=PARTS, default=PARTS, help="(default: %(default)s)"
     )
     parser.add_argument("--memory", default="450MB", help="of the command (default: %(default)s)")
     parser.add_argument(
@@ -110,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=options.scratch, prefix="distseg-geo-") as folder:
         bench = Bench(Path(folder), options)
         rows = [bench.peak_of(side) for side in options.sides if "peak" in options.parts]
+        rows += [bench.traced(side) for side in options.sides if "trace" in options.parts]
         rows += [bench.beside_plain(repeats_of(options))] if "plain" in options.parts else []
         rows += [bench.interrupted(random.Random(0))] if "stop" in options.parts else []
     notes = (
@@ -157,6 +160,26 @@ class Bench:
             }
         )
 
+    def traced(self, side: int) -> dict:
+        """Trace the polygons of all classes of a drawn class map; return its row."""
+        path, output = self.folder / "map.tif", self.folder / "traced"
+        draw_map(path, side)
+        start = time.perf_counter()
+        peak = self._peak(
+            ["-c", _DISTSEG, "trace", str(path), "--output", str(output), "--formats", "gpkg"]
+        )
+        seconds = time.perf_counter() - start
+        count = _vector(output / "map.gpkg")[1]
+        shutil.rmtree(output)
+        return self._said(
+            {
+                "case": f"{side}x{side}, trace",
+                "Mpx/s": side * side / seconds / 1e6,
+                "peak [MB]": peak / 1e6,
+                "objects": count,
+            }
+        )
+
     def beside_plain(self, repeats: int) -> dict:
         """Predict a plain GeoTIFF, and a COG with polygons, in turns with a plain loop."""
         image, side = self.image(self.options.side), self.options.side
@@ -190,7 +213,7 @@ class Bench:
     def interrupted(self, chance: random.Random) -> dict:
         """Stop a prediction at random moments, by SIGINT and SIGKILL, and compare its bytes.
 
-        A moment is drawn from the time that the command still needs, after its start-up. A command
+        A moment is drawn from the time that the command still needs after it wrote first. A command
         that ends before its moment is no stop: its bytes are compared, and the prediction begins
         anew, with earlier moments, until ``--kills`` commands were stopped.
 
@@ -206,8 +229,8 @@ class Bench:
         while len(stopped) < self.options.kills:
             sign = (signal.SIGINT, signal.SIGKILL)[len(stopped) % 2]
             moment = chance.uniform(0.1, 0.6) * left
-            if self._stopped(self._predict(image, parts), start + moment, sign):
-                stopped.append(f"{sign.name} after {start + moment:.1f} s")
+            if self._stopped(self._predict(image, parts), parts, moment, sign):
+                stopped.append(f"{sign.name} after {moment:.1f} s")
                 left -= moment
                 continue
             same = same and _digests(whole) == _digests(parts)
@@ -226,14 +249,22 @@ class Bench:
             {"case": case, "same bytes": same, "stopped": ", ".join(stopped), "ended before": ended}
         )
 
-    def _stopped(self, arguments: list[str], seconds: float, sign: signal.Signals) -> bool:
-        """Send a signal to Python after some seconds; return False if it ended by itself."""
+    def _stopped(
+        self, arguments: list[str], output: Path, seconds: float, sign: signal.Signals
+    ) -> bool:
+        """Send a signal to Python some seconds after it first changes a file in ``output``.
+
+        Return False if Python ended by itself.
+        """
+        before = _times(output)
         job = subprocess.Popen(
             [sys.executable, *arguments],
             env=job_environment(self.options.threads),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        while job.poll() is None and _times(output) == before:
+            time.sleep(0.02)
         try:
             job.wait(seconds)
             return False
@@ -304,8 +335,8 @@ class Bench:
         return row
 
 
-def drawn(box: Box) -> tuple[np.ndarray, np.ndarray]:
-    """Return pixels (3, *size) uint8 and labels (*size) uint8 of a box of the endless image."""
+def hills(box: Box) -> np.ndarray:
+    """Return the height of the endless image's hills in a box, (*size), about -1 to 1."""
     random_ = np.random.default_rng(0)
     lengths = random_.uniform(60, 900, (2, _WAVES))  # pixels of a wave
     phases = random_.uniform(0, 2 * np.pi, (2, _WAVES))
@@ -313,11 +344,20 @@ def drawn(box: Box) -> tuple[np.ndarray, np.ndarray]:
         np.sin(2 * np.pi * np.arange(a, b)[:, None] / length + phase).astype(np.float32)
         for a, b, length, phase in zip(box.start, box.stop, lengths, phases)
     )
-    hills = y @ x.T / np.sqrt(_WAVES)  # about -1 to 1
-    labels = (hills > -0.2).astype(np.uint8) + (hills > 0.4)
+    return y @ x.T / np.sqrt(_WAVES)
+
+
+def classes(heights: np.ndarray) -> np.ndarray:
+    """Return the class of each height, uint8."""
+    return (heights > -0.2).astype(np.uint8) + (heights > 0.4)
+
+
+def drawn(box: Box) -> tuple[np.ndarray, np.ndarray]:
+    """Return pixels (3, *size) uint8 and labels (*size) uint8 of a box of the endless image."""
+    height = hills(box)
     noise = np.random.default_rng(box.start).integers(0, _NOISE, (3, *box.size), np.uint8)
-    bands = [np.clip(128 + slope * hills, 0, 255 - _NOISE) for slope in (60, -40, 90)]
-    return np.stack(bands).astype(np.uint8) + noise, labels
+    bands = [np.clip(128 + slope * height, 0, 255 - _NOISE) for slope in (60, -40, 90)]
+    return np.stack(bands).astype(np.uint8) + noise, classes(height)
 
 
 def draw_image(path: Path, side: int) -> None:
@@ -333,6 +373,27 @@ def draw_image(path: Path, side: int) -> None:
             pixels, _ = drawn(box)
             file.write(
                 pixels, window=rasterio.windows.Window(left, top, right - left, bottom - top)
+            )
+
+
+def draw_map(path: Path, side: int) -> None:
+    """Write a tiled GeoTIFF of the classes, with borders as rough as a network's.
+
+    Grass, and often the other classes too, is an object across the map.
+    """
+    import rasterio
+
+    with rasterio.Env(GDAL_CACHEMAX=64), rasterio.open(
+        path, "w", driver="GTiff", width=side, height=side, count=1, dtype="uint8", tiled=True, blockxsize=EDGE, blockysize=EDGE,
+        compress="deflate", zlevel=1, bigtiff="if_safer", crs=PLACE["crs"], transform=rasterio.Affine(*PLACE["transform"]),
+    ) as file:  # fmt: skip
+        for box in _cells(side, EDGE * 4):
+            (top, left), (bottom, right) = box.start, box.stop
+            noise = np.random.default_rng([top, left]).random(box.size, np.float32)
+            file.write(
+                classes(hills(box) + _ROUGH * noise),
+                1,
+                window=rasterio.windows.Window(left, top, right - left, bottom - top),
             )
 
 
@@ -430,6 +491,15 @@ def _different(one: Path, other: Path) -> int:
             int((a.read(1, window=window_) != b.read(1, window=window_)).sum())
             for _, window_ in a.block_windows(1)
         )
+
+
+def _times(folder: Path) -> list[int]:
+    """Return when each file in a folder was last changed, in nanoseconds."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        with suppress(FileNotFoundError):
+            found.append(path.stat().st_mtime_ns)
+    return found
 
 
 def _digests(folder: Path) -> dict[str, str]:

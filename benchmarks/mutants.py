@@ -22,7 +22,7 @@ from benchmarks.harness import parent, report
 from benchmarks.machine import ROOT
 from benchmarks.rows import Rows
 
-QUESTION = "Which of the faults that are planted in the core of distseg do the default tests find?"
+QUESTION = "Which of the faults that are planted in distseg do the default tests find?"
 _COPIED = ("distseg", "tests", "benchmarks", "jobs", "docs", "install")
 _LIMIT = 1800  # seconds of all tests on one fault
 
@@ -96,6 +96,17 @@ MUTANTS = (
     Mutant("all of a backward pass waits for the weights", "planning/pass_times.py", "sum(layer.backward / 2 for layer in layers if layer.puts_off)", "sum(layer.backward for layer in layers if layer.puts_off)", "profile"),
     Mutant("a message's latency counts in its rate", "planning/calibration.py", "return small.seconds, large.bytes / max(1e-9, large.seconds - small.seconds)", "return small.seconds, large.bytes / max(1e-9, large.seconds)", "rates"),
     Mutant("the last draw of patches is too small", "patchgd/training.py", "start = min(at * share, count - share)", "start = at * share", "patchgd"),
+    Mutant("the last update of a step divides by iterations that are not there", "patchgd/training.py", "norms.append(self._update(rate, 1 + j % every))", "norms.append(self._update(rate, every))", "patchgd"),
+    Mutant("filling replaces the first features of small images", "patchgd/training.py", "if j < turns[i]]", "]", "patchgd"),
+    Mutant("logits of images of several sizes change places", "patchgd/filling.py", "[[order.index(i) for i in range(len(order))]]", "[order]", "patchgd"),
+    Mutant("all iterations of a step have the same masks", "patchgd/training.py", "self.context.epoch = self.head_context.epoch = rng.key(epoch, what, j)", "self.context.epoch = self.head_context.epoch = rng.key(epoch, what)", "patchgd"),
+    Mutant("outputs of drawn patches stay as they were filled", "patchgd/training_maps.py", "            put(self._answers, pairs, self._sums(rows, pairs))\n", "            pass\n", "patch_maps"),
+    Mutant("a single logit must be above a half", "inference/metrics.py", "(logits[0] > 0)", "(logits[0] > 0.5)", "metrics"),
+    Mutant("recall counts the predicted contour", "inference/boundary.py", "recall = ratio(counts[_TRUE_NEAR], counts[_TRUE_LINE]) or 0.0", "recall = ratio(counts[_FOUND_NEAR], counts[_TRUE_LINE]) or 0.0", "boundary"),
+    Mutant("all ranks predict by the layout of one block", "inference/predictor.py", "key = tuple(map(tuple, borders))\n", "key = tuple((0, b[-1]) for b in borders)\n", "predictor"),
+    Mutant("a block without all of its pixels is predicted", "inference/image_source.py", "tuple(n // shrink for n in reader.size)", "tuple(-(-n // shrink) for n in reader.size)", "image_source"),
+    Mutant("one band without data hides a predicted pixel", "inference/image_source.py", "return None if found is None else found.all(0)", "return None if found is None else found.any(0)", "image_source"),
+    Mutant("the last rows of a tile are left out of the loss", "inference/evaluate.py", "for start in range(0, len(labels), thickness):", "for start in range(0, max(1, len(labels) - thickness + 1), thickness):", "evaluate"),
 )  # fmt: skip
 
 

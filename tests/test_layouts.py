@@ -799,6 +799,7 @@ def test_the_table_names_what_is_lost():
         limit=1e12,
         fits=True,
         streamed=None,
+        simulated=None,
         steps=10,
     )
     said = text({**facts, "layouts": rows, "chosen": {}, "hangs_on": []}, "c.yaml")

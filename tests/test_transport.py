@@ -371,6 +371,7 @@ def test_a_job_without_mpi_is_exact():
     assert "exact: largest relative error" in said
 
 
+@pytest.mark.slow
 @pytest.mark.last
 @pytest.mark.timeout(240)
 def test_a_job_without_mpi_trains(tmp_path):

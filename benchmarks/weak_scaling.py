@@ -29,7 +29,7 @@ NODES_OF_A_SWITCH = 18
 
 @dataclass(frozen=True)
 class Effect:
-    """What a machine may have besides the numbers of its profile.
+    """Features of a machine that its profile does not have.
 
     Attributes:
         name: words for the table.

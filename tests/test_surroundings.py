@@ -81,7 +81,7 @@ CHANGES = dict(
 
 @pytest.mark.parametrize("changes", [{}, CHANGES], ids=["plain", "augmented"])
 def test_the_crop_is_the_same_with_and_without_context(store, changes):
-    """With its context a crop shows the same pixels and labels; labels around it are ignored."""
+    """Compare pixels and labels of crops with and without context; labels around are ignored."""
     data, context = DataConfig(crop=CROP, **changes), ReceptiveField((6, 5), (2, 2))
     pairs = list(zip(samples_of(store, data, None), samples_of(store, data, context)))
     assert {s.size for _, s in pairs} <= set(sample_sizes(store, data, context).values())

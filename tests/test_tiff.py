@@ -372,7 +372,7 @@ def test_a_file_of_several_images_is_refused(tmp_path, written, words):
 @pytest.mark.parametrize("form", [{}, {"compression": "zlib"}], ids=["plain", "deflate"])
 @pytest.mark.parametrize("bands", [1, 3])
 def test_pages_that_tifffile_wrote_one_by_one(tmp_path, form, bands):
-    """Its default metadata make each page an image of its own."""
+    """Read pages that tifffile's default metadata make images of their own."""
     stack = numbers("u1", 5)[:, None] + np.arange(bands, dtype="u1")[:, None, None]
     with tifffile.TiffWriter(tmp_path / "a.tif") as file:
         for page in stack:

@@ -416,7 +416,7 @@ def test_a_rank_that_leaves_between_two_calls_ends_the_job(own_loop, by, place, 
     "place, how", [("start", "sleeps"), ("start", "leaves"), ("distribution", "sleeps")]
 )
 def test_a_rank_that_never_makes_a_call_ends_the_job(own_loop, by, place, how):
-    """These calls wait inside the transport, where only the guardian can end the rank."""
+    """Wait in calls inside the transport, where only the guardian can end the rank."""
     done = own_loop(by, place, how, 2.0)
     assert done.returncode != 0 and "through" not in done.stdout, str(done)
     if (by, how) == ("mpirun", "leaves"):  # Open MPI ends such a job by itself, at once

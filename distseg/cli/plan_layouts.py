@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -184,7 +184,7 @@ def plan_layouts(
         "hangs_on": sensitivity(planner, memory, ranks, best[0], training.sizes),
         "simulated": step,
     }
-    chosen_config = chosen.applied_to(config).with_values(precision)
+    chosen_config = config.with_values(chosen.values() | precision)
     return PlannedLayouts(facts, chosen_config, planner, training.sizes)
 
 
@@ -242,7 +242,7 @@ def with_best_layout(
         found = world.bcast(found, root=0)
     flags = " ".join(f"--{name} {value}" for name, value in found.settings().items())
     _say(world, f"layout: {flags} ({found.why})")
-    return found.applied_to(config)
+    return config.with_values(found.values())
 
 
 @dataclass(frozen=True)
@@ -537,12 +537,10 @@ class Choice(NamedTuple):
             found["streaming.memory"] = f"{self.memory / 1e9:.3g}GB"
         return found
 
-    def applied_to(self, config: Config) -> Config:
-        """Return the settings of a training with this layout."""
-        config = config.with_values(self.layout.values())
-        if self.memory is None:
-            return config
-        return replace(config, streaming=replace(config.streaming, memory=self.memory))
+    def values(self) -> dict[str, Any]:
+        """Return the values of the settings of this layout, by the name of the setting."""
+        streaming = {} if self.memory is None else {"streaming.memory": self.memory}
+        return {**self.layout.values(), **streaming}
 
 
 def choose_layout(
@@ -633,7 +631,7 @@ def _plain(found: Prediction) -> dict:
 
 def _streamed(training: PlannedTraining, planner: Planner, chosen: Choice) -> dict:
     """Return the prediction for a layout with streamed tiles, or why it cannot be trained."""
-    config = chosen.applied_to(training.config)
+    config = training.config.with_values(chosen.values())
     try:
         seconds = streamed_seconds(config, training.model, planner, chosen.layout)
     except ValueError as e:

@@ -23,6 +23,7 @@ import numpy as np
 from distseg.comm.halo import copies_to
 from distseg.config.sizes import Size
 from distseg.planning.cluster import Cluster
+from distseg.planning.cost import DTYPES
 from distseg.planning.mesh_search import MeshLayout, Work
 from distseg.planning.shared_links import Task
 from distseg.runtime.actions import Action, Backward, Forward, Weight
@@ -45,7 +46,6 @@ COMPUTING, HALOS, NORMS, STAGES, SUM, UPDATE, READING = (
 _STATISTICS = 3 * 8 * 64
 # At most about this many ranks are simulated; all others are copies of them.
 _SIMULATED = 1024
-_VALUE = {"fp64": 8, "fp32": 4, "bf16": 2}  # bytes of a value of a feature map
 
 
 class Tiles:
@@ -364,7 +364,7 @@ class _Group:
         """List the reading of the next step's images, which is done meanwhile."""
         if stage or math.isinf(self.cluster.storage):
             return ()
-        values = self.work.costs.sizes[0] / _VALUE[self.work.precision]
+        values = self.work.costs.sizes[0] / DTYPES[self.work.precision].itemsize
         share = float(self.tiles.shares[0, tile])
         size = self.layout.micro_batches * share * values * self.cluster.stored
         return (self.step.add(Task(READING, (), 0.0, size, self.cluster.reading(rank))),)

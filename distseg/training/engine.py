@@ -51,6 +51,7 @@ from distseg.models.network import (
     unbounded,
     user_names,
 )
+from distseg.planning.cost import DTYPES
 from distseg.planning.tile_size import Activations, BudgetTiling, GridTiling, smallest_budget
 from distseg.runtime.devices import DevicePipeline, check_there, devices_of
 from distseg.runtime.exchange import Exchange, HeldReach, TrueReach
@@ -629,7 +630,7 @@ def activations_of(
         precision: fp32, bf16 or fp64.
         channels_last: True for the channels_last memory format.
     """
-    itemsize = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
+    itemsize = DTYPES[precision].itemsize
     kinds = [type(layer) for _, layer in flat_layers(model)]
     return Activations(
         exchange.graph, kinds, channels_of_maps(model), itemsize, max(4, itemsize), channels_last

@@ -126,8 +126,9 @@ class Run:
                     config.mesh.samples,
                 )
             check_labels(self.store, self.model, config.data, config.loss)
-            sizes = sample_sizes(self.store, config.data, context_of(self.model, config.data))
-            self.image = max(sizes.values(), key=math.prod)
+            if (context := context_of(self.model, config.data)) is not None:
+                sizes = sample_sizes(self.store, config.data, context)
+                self.image = max(sizes.values(), key=math.prod)
             check_patience(self.store, config.train)
             if self.first:
                 check_loggers(config.train.loggers)

@@ -109,7 +109,29 @@ class Reader:
         raise NotImplementedError
 
 
-class PageReader(Reader):
+_OF_THE_WHOLE = "bands dtype coded nodata colours notes palette lossy kept sources".split()
+
+
+class _Excerpt(Reader):
+    """Reader of an excerpt of an image or volume as an image, with the facts of the whole.
+
+    Args:
+        whole: the reader of the image or volume.
+    """
+
+    def __init__(self, whole: Reader):
+        super().__init__(whole.path)
+        for name in _OF_THE_WHOLE:
+            setattr(self, name, getattr(whole, name))
+        self._whole = whole
+
+    @property
+    def masked(self) -> bool:
+        """True if the file, or a file beside it, marks single pixels without data."""
+        return self._whole.masked
+
+
+class PageReader(_Excerpt):
     """Reader of one slice of a volume as an image.
 
     Args:
@@ -118,27 +140,8 @@ class PageReader(Reader):
     """
 
     def __init__(self, volume: Reader, page: int):
-        super().__init__(volume.path)
-        for name in (
-            "bands",
-            "dtype",
-            "coded",
-            "nodata",
-            "colours",
-            "notes",
-            "palette",
-            "lossy",
-            "kept",
-            "sources",
-        ):
-            setattr(self, name, getattr(volume, name))
-        self.size = volume.size[1:]
-        self._volume, self._page = volume, page
-
-    @property
-    def masked(self) -> bool:
-        """True if the file marks single pixels without data."""
-        return self._volume.masked
+        super().__init__(volume)
+        self.size, self._page = volume.size[1:], page
 
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the pixels of a box of the slice, and its validity mask.
@@ -146,7 +149,7 @@ class PageReader(Reader):
         The results are those of :meth:`Reader.read_valid`.
         """
         slab = Box((self._page, *box.start), (self._page + 1, *box.stop))
-        pixels, valid = self._volume.read_valid(slab)
+        pixels, valid = self._whole.read_valid(slab)
         return pixels[:, 0], None if valid is None else valid[0]
 
     def read(self, box: Box) -> np.ndarray:
@@ -154,7 +157,7 @@ class PageReader(Reader):
         return self.read_valid(box)[0]
 
 
-class PartReader(Reader):
+class PartReader(_Excerpt):
     """Reader of a part of an image as an image.
 
     Args:
@@ -163,30 +166,10 @@ class PartReader(Reader):
     """
 
     def __init__(self, whole: Reader, part: Box):
-        super().__init__(whole.path)
-        for name in (
-            "bands",
-            "dtype",
-            "coded",
-            "nodata",
-            "colours",
-            "notes",
-            "palette",
-            "lossy",
-            "kept",
-            "sources",
-            "opacity",
-            "alpha",
-        ):
-            setattr(self, name, getattr(whole, name))
-        self.size = part.size
+        super().__init__(whole)
+        self.opacity, self.alpha = whole.opacity, whole.alpha
+        self.size, self._start = part.size, part.start
         self.place = None if whole.place is None else whole.place.of_part(part.start)
-        self._whole, self._start = whole, part.start
-
-    @property
-    def masked(self) -> bool:
-        """True if the file, or a file beside it, marks single pixels without data."""
-        return self._whole.masked
 
     @property
     def overlapping(self) -> int:

@@ -49,6 +49,7 @@ from distseg.planning.rates import Rate, Rates
 from distseg.planning.stage_memory import Policy, largest_holdings
 from distseg.report.style import PALETTE
 from distseg.tiling.tile import tiles, window
+from distseg.training.programs import StepPrograms
 from distseg.training.verify import verify
 
 UNET = dict(name="unet", depth=2, num_convs=2, base_channels=4, in_channels=3, out_channels=3)
@@ -332,11 +333,12 @@ def test_an_open_number_type_is_the_fastest_that_was_measured(tmp_path, given, f
     measured, path = machine(base=1e9, rates=Rates(tuple(rates))), tmp_path / "m.yaml"
     path.write_text(as_profile(measured))
     config = auto(train=TrainConfig(accumulate=4, precision=given))
-    found = plan_layouts(config, Alone(), 2, Size("96x128"), str(path))
+    training = PlannedTraining.of(config, Size("96x128"))
+    found = plan_layouts(training, Alone(), 2, str(path))
     assert found.facts["precision"] == chosen
     left_open = given == "auto"
     assert (
-        found.config.train.precision
+        config.with_values(found.settings).train.precision
         == chosen
         == found.facts["chosen"].get("train.precision", given)
     )
@@ -569,9 +571,10 @@ def test_text_that_cannot_be_changed_is_refused(tmp_path, refused):
 def test_train_chooses_the_layout_that_plan_prints(comm, monkeypatch):
     monkeypatch.setattr(PlannedTraining, "measure", lambda *_: machine(memory=16e9))
     for given in (auto(), auto(train=TrainConfig(accumulate=1, precision="fp64"))):
-        planned = plan_layouts(given, comm, comm.size, Size("49x67"))
+        training = PlannedTraining.of(given, Size("49x67"))
+        planned = plan_layouts(training, comm, comm.size)
         chosen = with_best_layout(given, comm, Size("49x67"))
-        assert comm.rank or planned.config == chosen
+        assert comm.rank or given.with_values(planned.settings) == chosen
 
 
 def test_the_command_times_this_machine_and_saves_it(tmp_path, capsys):
@@ -717,11 +720,12 @@ def test_the_seconds_of_streamed_tiles_are_those_of_their_operations(grid, norm)
     plan = planner(batch=3, at=machine(**FREE), norm=norm)
     config = auto(model=ModelConfig(**UNET, norm=norm), streaming=StreamingConfig(tiles=grid))
     one = layout(samples=1, m=3)
-    config = config.with_values(one.values())
+    config = config.with_values({**one.values(), "train.accumulate": 1})
     network = as_network(plain_model(config.model))
+    programs = StepPrograms(config, network, plan.work.image, int(plan.machine.base))
     costs = plan.work.costs
     forward, backward = 3 * sum(costs.forward), 3 * sum(costs.backward)
-    seconds = streamed_seconds(config, network, plan, one) - plan.seconds_besides_passes(one)
+    seconds = streamed_seconds(programs, plan, one) - plan.seconds_besides_passes(one)
     if grid == "1x1":
         calls = 3 * 2 * len(costs.layers) * plan.machine.call
         assert seconds == pytest.approx(forward + backward + calls)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from functools import cache, wraps
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from jsonargparse.typing import register_type
@@ -23,7 +24,7 @@ from jsonargparse.typing import register_type
 from distseg.cli.completion import add_completers, complete, completing
 from distseg.cli.interrupt import interruptible
 from distseg.cli.job import job
-from distseg.comm.launch import JointFailure, as_program, end_as_one
+from distseg.comm.launch import JointFailure, as_program, end_as_one, raise_jointly
 from distseg.comm.signals import listening
 from distseg.config.file import (
     Setting,
@@ -492,13 +493,14 @@ def _layouts(arguments: list[str]) -> int:
         return _config(parsed), _own(parsed)
 
     with job(settle) as (config, flags, comm):
-        from distseg.cli.plan_layouts import plan_layouts, text
+        from distseg.cli.plan_layouts import PlannedTraining, plan_layouts, text
 
+        with raise_jointly(comm):
+            training = PlannedTraining.of(config, flags["image"])
         found = plan_layouts(
-            config,
+            training,
             comm,
             flags["ranks"],
-            flags["image"],
             flags["machine"],
             parse_bytes(flags["limit"]),
             flags["batch"],
@@ -510,7 +512,8 @@ def _layouts(arguments: list[str]) -> int:
                     growing.write_text(found.facts["profile"])
             path, facts = _file_among(arguments), found.facts
             if flags["write"]:
-                _write_config(found.config, path, flags["write"])
+                wanted = Config().changes_to(config.with_values(found.settings))
+                _write_config(wanted, path, flags["write"])
                 path, facts = flags["write"], {**facts, "chosen": {}}
             print(json.dumps(facts, indent=1) if flags["json"] else text(facts, path or "CONFIG"))
             if flags["picture"]:
@@ -527,11 +530,11 @@ def _file_among(arguments: list[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _write_config(config: Config, path: str | None, output: str) -> None:
-    """Write a config file with all settings of ``config``, in the words of another file.
+def _write_config(settings: Mapping[str, Any], path: str | None, output: str) -> None:
+    """Write a config file with these settings; keep the comments and the order of another file.
 
     Args:
-        config: the settings.
+        settings: all values that are not the defaults, by the name of the setting.
         path: the file whose comments and order are kept; None for a file of the settings that are
             not their defaults.
         output: the file to write, which may be ``path``.
@@ -539,17 +542,17 @@ def _write_config(config: Config, path: str | None, output: str) -> None:
     Raises:
         ValueError: the settings cannot be written into the text of ``path``.
     """
-    from distseg.config.edit import differences, with_settings
+    from distseg.config.edit import with_settings
 
     def read(file: str | None) -> Config:
         return _config(_parse(_parser("plan"), [] if file is None else [str(file)]))
 
-    before = "" if path is None else read_text(path)
-    changed = differences(read(path), config)
+    before, config = "" if path is None else read_text(path), Config().with_values(settings)
+    changed = read(path).changes_to(config)
     with atomic_write(output) as growing:
         try:
             growing.write_text(with_settings(before, changed), encoding="utf-8")
-            left = differences(read(growing), config)
+            left = read(growing).changes_to(config)
         except ValueError:  # the new text is no config
             left = changed
         if left:

@@ -12,7 +12,7 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,7 @@ from distseg.runtime.precision import choose
 from distseg.tiling.tile_batch import TileBatch
 from distseg.training.conflicts import check_auto
 from distseg.training.engine import Engine
+from distseg.training.programs import StepPrograms
 from distseg.training.verify import RandomImages, own_pieces, prepare
 
 HERE = "here"
@@ -78,13 +79,13 @@ class PlannedLayouts(NamedTuple):
 
     Attributes:
         facts: the layouts and what they were chosen for, as a dict that JSON can hold.
-        config: the settings with the best layout.
+        settings: the values of the settings of the best layout, by name.
         planner: the planner.
         sizes: the sizes of all images.
     """
 
     facts: dict
-    config: Config
+    settings: Mapping[str, Any]
     planner: Planner
     sizes: Collection[tuple[int, ...]]
 
@@ -109,10 +110,9 @@ class PlannedLayouts(NamedTuple):
 
 
 def plan_layouts(
-    config: Config,
+    training: PlannedTraining,
     world,
     ranks: int,
-    image: Size | None = None,
     machine: str = HERE,
     memory: float | None = None,
     batch: int | None = None,
@@ -123,11 +123,10 @@ def plan_layouts(
     All ranks of ``world`` must call it together. Only rank 0 gets the layouts, the others get None.
 
     Args:
-        config: the settings of the training.
+        training: the training whose layout is planned.
         world: the communicator of the ranks that measure. They all time the network at once, and
             then the messages between them. If it has one rank, the speed of messages is guessed.
         ranks: the number of ranks to plan for.
-        image: the size of an image in pixels; by default the size of the store's largest sample.
         machine: ``here``, or a profile (:func:`distseg.planning.machine.load_machine`).
         memory: the memory limit of a rank in bytes; by default the memory that the machine has.
         batch: the number of images in a step, over all sample groups; by default that of the
@@ -139,11 +138,10 @@ def plan_layouts(
             micro-batches, or no layout is possible.
     """
     with raise_jointly(world):
-        training = PlannedTraining.of(config, image)
         if not is_flat(training.model):
             raise ValueError(
-                f"distseg cannot follow the layers of {config.model.name}, so it cannot plan "
-                "stages and tiles for this network: split samples only (mesh.samples)"
+                f"distseg cannot follow the layers of {training.config.model.name}, so it cannot "
+                "plan stages and tiles for this network: split samples only (mesh.samples)"
             )
     found = training.measure(world) if machine == HERE else load_machine(machine)
     searches: list[tuple[Planner, list[Prediction]]] = []
@@ -184,8 +182,7 @@ def plan_layouts(
         "hangs_on": sensitivity(planner, memory, ranks, best[0], training.sizes),
         "simulated": step,
     }
-    chosen_config = config.with_values(chosen.values() | precision)
-    return PlannedLayouts(facts, chosen_config, planner, training.sizes)
+    return PlannedLayouts(facts, chosen.values() | precision, planner, training.sizes)
 
 
 def simulated(planner: Planner, found: Prediction) -> dict:
@@ -631,9 +628,11 @@ def _plain(found: Prediction) -> dict:
 
 def _streamed(training: PlannedTraining, planner: Planner, chosen: Choice) -> dict:
     """Return the prediction for a layout with streamed tiles, or why it cannot be trained."""
-    config = training.config.with_values(chosen.values())
+    config = training.config.with_values({**chosen.values(), "train.accumulate": 1})
     try:
-        seconds = streamed_seconds(config, training.model, planner, chosen.layout)
+        model, image = copy.deepcopy(training.model), planner.work.image
+        programs = StepPrograms(config, model, image, int(planner.machine.base))
+        seconds = streamed_seconds(programs, planner, chosen.layout)
     except ValueError as e:
         return {"refused": str(e)}
     return {"settings": chosen.settings(), "memory": chosen.memory, "seconds": seconds}

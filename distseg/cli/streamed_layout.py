@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 
-from torch import nn
-
-from distseg.config.settings import Config
 from distseg.planning.mesh_search import MeshLayout, Planner
 from distseg.planning.pass_times import Modelled, of_tiles
 from distseg.runtime.operations import BackwardTile, ForwardTile, OutputTile
 from distseg.training.programs import StepPrograms
 
 
-def streamed_seconds(
-    config: Config, model: nn.Module, planner: Planner, layout: MeshLayout
-) -> float:
+def streamed_seconds(programs: StepPrograms, planner: Planner, layout: MeshLayout) -> float:
     """Return the predicted seconds of a step with streamed tiles.
 
     They are those of the rank with the slowest tile. Reading and writing offloaded feature maps is
     not counted, because no profile has the speed of a disk.
 
     Args:
-        config: the settings of the training with this layout; ``streaming`` is on.
-        model: the plain network, which is not changed.
+        programs: the programs of a step of one micro-batch with this layout, with streamed tiles.
         planner: the planner of the training.
         layout: the mesh, with one stage.
 
@@ -33,8 +26,6 @@ def streamed_seconds(
         ValueError: tiles cannot be streamed with these settings or this much memory.
     """
     work, machine = planner.work, planner.machine
-    once, base = config.with_values({"train.accumulate": 1}), int(machine.base)
-    programs = StepPrograms(once, copy.deepcopy(model), work.image, base)
     found = programs.streamed(planner.slowest_tile(layout.tiles), 0)
     program = [*found.extra_forward, *found.step]
     modelled = Modelled(work.costs, math.prod(work.image))

@@ -15,25 +15,11 @@ and a new section comes last::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import yaml
 
-from distseg.config.settings import Config
 from distseg.config.sizes import Size
-
-
-def differences(config: Config, other: Config) -> dict[str, Any]:
-    """Return the values of the settings of ``other`` that ``config`` has with other values."""
-    found = {}
-    for section in fields(config):
-        before, after = getattr(config, section.name), getattr(other, section.name)
-        for field in fields(after):
-            value = getattr(after, field.name)
-            if value != getattr(before, field.name):
-                found[f"{section.name}.{field.name}"] = value
-    return found
 
 
 def with_settings(text: str, settings: Mapping[str, Any]) -> str:

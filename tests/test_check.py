@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distseg.cli.main import _config, _parse, _parser
+from distseg.cli.parsing import command_parser, config_from, parse
 from distseg.config.file import sections, sections_in, suggestion
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import (
@@ -100,7 +100,7 @@ def test_groups_are_a_matter_of_the_network():
 @pytest.mark.parametrize("path", sorted(Path("jobs").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configs_that_come_along_are_accepted(path):
     kind = PatchConfig if "patchgd" in sections_in(str(path)) else Config
-    found = _config(_parse(_parser("train", kind), [str(path)]), kind)
+    found = config_from(parse(command_parser("train", kind), [str(path)]), kind)
     model = unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm)
     if kind is PatchConfig:
         check_groups(found.model)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from test_models import plain_unet
 
 from distseg.cli.interrupt import interruptible
-from distseg.cli.main import _COMMANDS, main
+from distseg.cli.main import COMMANDS, main
 from distseg.comm import launch
 
 SMALL = [
@@ -51,7 +51,7 @@ def test_usage_and_version(capsys):
     lines = usage.splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 80  # one screen
     told = [line[10:].split()[0] for line in lines[2:-2]]
-    assert sorted(told) == sorted(_COMMANDS)  # each once
+    assert sorted(told) == sorted(COMMANDS)  # each once
     assert [line[:10].strip() for line in lines[2:-2] if line[0] != " "] == [
         "data",
         "training",

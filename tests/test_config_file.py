@@ -9,7 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distseg.cli.main import _config, _parse, _parser
+from distseg.cli.parsing import command_parser, config_from, parse
 from distseg.config.file import check_value, read_settings, sections, settings_of
 from distseg.config.settings import Config
 from distseg.config.sizes import Size
@@ -17,7 +17,7 @@ from distseg.layers.loss import Loss
 from distseg.training.conflicts import check_settings
 from distseg.training.run_config import taken_over
 
-PARSER = _parser("train")
+PARSER = command_parser("train")
 NAMES = [f"{section}.{field}" for section, names in sections().items() for field in names]
 QUICK = dict(
     deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -26,7 +26,7 @@ QUICK = dict(
 
 def config_of(text: str, tmp_path, *flags: str) -> Config:
     (tmp_path / "c.yaml").write_text(text, newline="")
-    return _config(_parse(PARSER, [str(tmp_path / "c.yaml"), *flags]))
+    return config_from(parse(PARSER, [str(tmp_path / "c.yaml"), *flags]))
 
 
 def test_a_file_and_flags_say_the_same(tmp_path):
@@ -67,7 +67,7 @@ streaming:
         "--train.output=runs/ünï",
         "--memory=4GB",
     ]
-    assert found == _config(_parse(PARSER, flags))
+    assert found == config_from(parse(PARSER, flags))
     assert (
         found.model.dropout,
         found.loss.class_weights,
@@ -111,7 +111,7 @@ train:
         "--model.args.depth=3",
         "--optim.rates.encoder=0.1",
     ]
-    typed = _config(_parse(PARSER, flags))
+    typed = config_from(parse(PARSER, flags))
     assert (typed.model.args, typed.optim.rates) == (
         {"encoder_name": "resnet34", "depth": 3},
         {"encoder": 0.1},
@@ -121,8 +121,8 @@ train:
     # and back from a run's manifest
     manifest = json.loads(json.dumps(found.as_plain()))
     assert (
-        _config(
-            _parse(PARSER, [setting.flag for setting in settings_of(manifest, "manifest.json")])
+        config_from(
+            parse(PARSER, [setting.flag for setting in settings_of(manifest, "manifest.json")])
         )
         == found
     )
@@ -212,7 +212,7 @@ def test_every_default_goes_through_a_file(tmp_path):
     }
     assert config_of(yaml.safe_dump(plain), tmp_path) == Config()
     assert (
-        _config(_parse(PARSER, [], settings_of(json.loads(json.dumps(plain)), "a manifest")))
+        config_from(parse(PARSER, [], settings_of(json.loads(json.dumps(plain)), "a manifest")))
         == Config()
     )
 
@@ -270,7 +270,7 @@ def test_random_trees(tree, tmp_path_factory):
     """As YAML that PyYAML writes itself."""
     path = tmp_path_factory.getbasetemp() / "tree.yaml"
     path.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8", errors="replace")
-    clear(lambda: _config(_parse(PARSER, [str(path)])))
+    clear(lambda: config_from(parse(PARSER, [str(path)])))
 
 
 @settings(max_examples=150, **QUICK)
@@ -318,7 +318,7 @@ values = (
 @settings(max_examples=150, **QUICK)
 @given(name=st.sampled_from(NAMES), value=values)
 def test_random_values_of_flags(name, value):
-    found = clear(lambda: _config(_parse(PARSER, [f"--{name}={value}"])))
+    found = clear(lambda: config_from(parse(PARSER, [f"--{name}={value}"])))
     if found is not None:
         clear(check_settings, found)
         clear(Loss, found.loss, 3)
@@ -334,7 +334,7 @@ def test_random_manifests(tree):
         return
     if isinstance(tree, dict) and isinstance(tree.get("model"), dict):
         tree["model"]["name"] = "unet"
-    clear(lambda: _config(_parse(PARSER, [], settings_of(taken_over(tree, "run"), "run"))))
+    clear(lambda: config_from(parse(PARSER, [], settings_of(taken_over(tree, "run"), "run"))))
 
 
 @settings(max_examples=100, **QUICK)

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_store import made_store, old_store, random_image
 
-from distseg.cli.commands import run_plot
 from distseg.cli.main import main
+from distseg.cli.plot import run_plot
 from distseg.data.store import chunks
 from distseg.data.store import store as store_module
 from distseg.data.store.check import check_store

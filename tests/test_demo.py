@@ -3,7 +3,7 @@
 import pytest
 
 from distseg.cli.demo import CONFIG, RANKS, layout
-from distseg.cli.main import _config, _parse, _parser
+from distseg.cli.parsing import command_parser, config_from, parse
 from distseg.training.conflicts import check_settings
 
 
@@ -11,7 +11,7 @@ from distseg.training.conflicts import check_settings
 def test_ranks_fit_the_mesh_and_a_step_has_four_images(cores, pytestconfig, monkeypatch):
     monkeypatch.chdir(pytestconfig.rootpath)
     ranks, flags = layout(cores)
-    config = _config(_parse(_parser("train"), [str(CONFIG), *flags]))
+    config = config_from(parse(command_parser("train"), [str(CONFIG), *flags]))
     mesh = config.mesh
     assert ranks == mesh.samples * mesh.tiles[0] * mesh.tiles[1] * mesh.stages
     assert ranks == (RANKS if cores >= RANKS else 4)

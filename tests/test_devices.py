@@ -12,7 +12,7 @@ from test_pipeline import RECOMPUTE
 from test_train import config as train_config
 from test_train import weights, write_store
 
-from distseg.cli.predict import load_predictor
+from distseg.cli.load import load_predictor
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import PipelineConfig
 from distseg.config.sizes import Size

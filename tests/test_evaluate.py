@@ -11,7 +11,7 @@ from made_store import CLASSES, random_store
 from test_validation import config
 
 from distseg.cli.evaluate import run_evaluate
-from distseg.cli.predict import load_predictor
+from distseg.cli.load import load_predictor
 from distseg.comm.alone import Alone
 from distseg.config.settings import LossConfig
 from distseg.data.store.store import Store

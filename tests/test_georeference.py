@@ -13,7 +13,7 @@ import tifffile
 from PIL import Image
 from test_train import config
 
-from distseg.cli.commands import run_predict
+from distseg.cli.predict import run_predict
 from distseg.data import class_files
 from distseg.data.class_files import Classes
 from distseg.data.class_map import PartialMap

@@ -11,7 +11,8 @@ from made_store import made_store, random_image, random_store
 from distseg.cli import init as cli_init
 from distseg.cli.first_config import Choice, Computer, TrainingData, first_config
 from distseg.cli.init import as_yaml, this_computer
-from distseg.cli.main import _config, _parse, _parser, main
+from distseg.cli.main import main
+from distseg.cli.parsing import command_parser, config_from, parse
 from distseg.comm.threads import CpuLimits
 from distseg.config.settings import Config, DataConfig
 from distseg.config.sizes import Size
@@ -25,7 +26,7 @@ SMALL = TrainingData("s.h5", ((40, 56),) * 8, 2, ("ocean", "land", "lake"), (900
 
 
 def read(path) -> Config:
-    return _config(_parse(_parser("train"), [str(path)]))
+    return config_from(parse(command_parser("train"), [str(path)]))
 
 
 def ran(capsys, *words: str) -> tuple[int, str, str]:

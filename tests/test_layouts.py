@@ -12,7 +12,8 @@ import yaml
 from torch import nn
 
 import distseg.cli.plan_layouts as plan_pictures
-from distseg.cli.main import _config, _parse, _parser, main
+from distseg.cli.main import main
+from distseg.cli.parsing import command_parser, config_from, parse
 from distseg.cli.plan_layouts import (
     PlannedTraining,
     choose_layout,
@@ -422,7 +423,7 @@ def test_the_settings_of_a_layout_make_it(tmp_path):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"model": UNET, "train": {"accumulate": 4}}))
     for found in planner().best(4):
         flags = [w for k, v in found.layout.settings().items() for w in (f"--{k}", v)]
-        config = _config(_parse(_parser("train"), [str(tmp_path / "c.yaml"), *flags]))
+        config = config_from(parse(command_parser("train"), [str(tmp_path / "c.yaml"), *flags]))
         assert (config.mesh.samples, config.mesh.tiles, config.mesh.stages) == (
             found.layout.samples,
             found.layout.tiles,
@@ -534,7 +535,9 @@ def test_the_chosen_layout_is_written_among_the_comments(tmp_path, capsys, limit
     assert f"next: mpirun -n 2 distseg train {output}" == capsys.readouterr().out.split("\n")[-2]
     written = output.read_text()
     assert all(word in written for word in ("# A job.", "# for train", "# images", "# the end"))
-    config, before = (_config(_parse(_parser("train"), [str(file)])) for file in (output, path))
+    config, before = (
+        config_from(parse(command_parser("train"), [str(file)])) for file in (output, path)
+    )
     assert config.mesh.samples * config.mesh.tiles.volume * config.mesh.stages == 2
     assert config.mesh.samples * config.train.accumulate == 4 and config.train.seed == 5
     assert (config.mesh.layout, config.pipeline.balance) == ("given", None)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distseg.cli.commands import describe_model
+from distseg.cli.models import describe_model
 from distseg.config.settings import ModelConfig
 from distseg.models.bands import channels_of
 from distseg.models.unet import unet

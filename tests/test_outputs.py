@@ -13,8 +13,8 @@ from test_images import predictor_of, scene_of, whole_heat
 
 import distseg
 from distseg.cli.export import export
+from distseg.cli.load import load_predictor
 from distseg.cli.main import main
-from distseg.cli.predict import load_predictor
 from distseg.comm.alone import Alone
 from distseg.config.settings import (
     Config,

@@ -12,7 +12,7 @@ from test_exact import TOLERANCE, config
 from torch import nn
 
 import distseg
-from distseg.cli.predict import load_predictor
+from distseg.cli.load import load_predictor
 from distseg.comm.alone import Alone
 from distseg.config.settings import (
     Config,

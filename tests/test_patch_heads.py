@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from test_images import done, write_store
 from torch import nn
 
-from distseg.cli.main import _config, _parse, _parser
+from distseg.cli.parsing import command_parser, config_from, parse
 from distseg.comm.alone import Alone
 from distseg.comm.mesh import Mesh
 from distseg.config.patchgd import PatchConfig
@@ -53,7 +53,9 @@ def backbone(in_channels, out_channels):
 
 def published(place, ranks, **patchgd) -> PatchConfig:
     """The config that comes along, for small images and this file's backbone."""
-    found = _config(_parse(_parser("patchgd", PatchConfig), ["jobs/patchgd.yaml"]), PatchConfig)
+    found = config_from(
+        parse(command_parser("patchgd", PatchConfig), ["jobs/patchgd.yaml"]), PatchConfig
+    )
     return replace(
         found,
         model=replace(

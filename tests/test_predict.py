@@ -12,9 +12,9 @@ from made_ome_zarr import made_image
 from PIL import Image
 from test_train import config, write_store
 
-from distseg.cli.commands import run_predict
 from distseg.cli.evaluate import run_evaluate
 from distseg.cli.main import main
+from distseg.cli.predict import run_predict
 from distseg.comm.alone import Alone
 from distseg.comm.launch import JointFailure
 from distseg.config.settings import ApproximateConfig

@@ -19,7 +19,7 @@ import yaml
 from test_check import config, network
 from torch import nn
 
-from distseg.cli.main import _parse, _parser
+from distseg.cli.parsing import command_parser, parse
 from distseg.config.file import check_value, read_settings, settings_of
 from distseg.config.patchgd import PatchConfig, PatchgdConfig
 from distseg.config.refusal import SettingError
@@ -442,7 +442,7 @@ def test_settings_are_refused_with_a_code_only(name):
 def test_a_flags_message_keeps_value_and_code(value):
     """The parser of the command line has the message of a size among words of its own."""
     with pytest.raises(ValueError, match=rf"--data\.crop: .*got '{value[:100]}.*\(DS10\d\) ") as e:
-        _parse(_parser("train"), [f"--data.crop={value}"])
+        parse(command_parser("train"), [f"--data.crop={value}"])
     assert len(str(e.value)) < 500
 
 

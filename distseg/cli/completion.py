@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -20,23 +20,24 @@ def completing() -> bool:
     return "_ARGCOMPLETE" in os.environ and find_spec("argcomplete") is not None
 
 
-def complete(commands: Mapping[str, Callable[[list[str]], object]]) -> None:
+def complete(commands: Sequence[str], command: Callable[[str], Callable[[list[str]], int]]) -> None:
     """Print the words with which the user's line may go on, and end the process.
 
     Args:
-        commands: the function of each command. Called without arguments it makes the parser of its
-            flags, which jsonargparse hands to argcomplete.
+        commands: the names of all commands.
+        command: returns the function of a command. Called without arguments, that function makes
+            the parser of its flags, which jsonargparse hands to argcomplete.
     """
     typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
     name = _command_in(typed)
     if name in commands:
         os.environ["_ARGCOMPLETE"] = "2"  # the line begins at its second word, the command
-        commands[name]([])
+        command(name)([])
         return
     import argcomplete
 
     parser = argparse.ArgumentParser(prog="distseg", add_help=False)
-    parser.add_argument("command", choices=list(commands))
+    parser.add_argument("command", choices=commands)
     argcomplete.autocomplete(parser, always_complete_options=False)
 
 

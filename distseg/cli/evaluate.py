@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distseg.cli.predict import check_types, load_predictor, store_for
+from distseg.cli.load import check_types, load_predictor, store_for
 from distseg.comm.launch import first_on_node, raise_jointly, set_up
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config

@@ -2,245 +2,297 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
-from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly, ranks_on_node
-from distseg.comm.mesh import Mesh
-from distseg.comm.progress import heartbeat, phase
-from distseg.comm.replicas import broadcast
-from distseg.config.patchgd import PatchConfig, PatchgdConfig
-from distseg.config.settings import (
-    Config,
-    DataBase,
-    MeshConfig,
-    ModelBase,
-    StreamingConfig,
-    TrainBase,
+from distseg.cli.load import check_types, load_predictor, store_for
+from distseg.comm.launch import first_on_node, raise_jointly, resident_memory, set_up
+from distseg.comm.progress import heartbeat
+from distseg.config.patchgd import PatchConfig
+from distseg.config.settings import Config, ModelBase
+from distseg.data.class_files import (
+    Classes,
+    are_there,
+    check_not_read,
+    check_written,
+    numbers_of,
+    paths_of,
 )
-from distseg.config.sizes import Size
-from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
-from distseg.data.store.store import Store
-from distseg.inference.image_source import ImageSource, check_type
+from distseg.data.formats.ome_zarr_writer import keeps_place
+from distseg.data.formats.readers import stem_of
+from distseg.data.nodata import parse
+from distseg.data.notes import notes_on
+from distseg.inference.image_source import ImageSource, file_image, network_identity, store_image
+from distseg.inference.images import probabilities, vectors_of
 from distseg.inference.metrics import most_likely
-from distseg.inference.predictor import Predictor
-from distseg.layers.context import Context
-from distseg.layers.graph import reach_for
-from distseg.models.bands import answer_of
-from distseg.models.capture.checks import check_module
-from distseg.models.network import refusals
-from distseg.models.zoo import outline_model
-from distseg.patchgd.filling import Filler, PatchPredictor
-from distseg.patchgd.filling_maps import MapFiller, MapPredictor
-from distseg.patchgd.unet import PatchUNet
-from distseg.planning.tile_size import memory_warnings, smallest_budget
+from distseg.inference.predictor import Predictor, check_images
+from distseg.patchgd.filling import PatchPredictor
+from distseg.patchgd.heat import heat_of, picture
+from distseg.planning.tile_size import short_of_decoding
+from distseg.report.closing import closing_of_prediction, notes_on_places
+from distseg.report.disk import atomic_write
 from distseg.report.progress import progress
-from distseg.runtime.devices import check_there, devices_of
-from distseg.runtime.own_part import autocast, own_part, place_stages, used_reach
-from distseg.runtime.pipeline import Pipeline
-from distseg.runtime.precision import choose
+from distseg.report.style import class_colors
 from distseg.tiling.tile import Box
-from distseg.training.checkpoint.files import find, load_weights, read_run_manifest
-from distseg.training.conflicts import check_settings
-from distseg.training.run_config import check_model, network_of
-from distseg.training.stages import StageCut
+from distseg.training.checkpoint.files import find
+from distseg.training.run_config import load_named
 
 
-def load_predictor(
-    run: str, config: Config | PatchConfig, world, device: torch.device
-) -> tuple[Predictor, dict]:
-    """Load the network of a run or checkpoint on all ranks; return a predictor and the manifest.
+def run_predict(
+    run: str,
+    config: Config | PatchConfig,
+    world,
+    images: list[str] | None,
+    split: str,
+    output: str,
+    nodata: str | None = None,
+    level: int = 0,
+) -> int:
+    """Write the class maps of image files, or of the images of a split of the store.
 
-    All ranks of ``world`` must call it together. The network is cut into ``mesh.stages`` stages, by
-    default as many as in the training. If that default does not divide the number of ranks, every
-    rank holds the whole network.
+    For a network with one label per image, write a table instead (``images.csv``). All ranks must
+    call this function together. Return the exit status of the command.
 
     Args:
         run: the folder of a run or of a checkpoint.
         config: the settings.
         world: the communicator of all ranks.
-        device: the device of this rank.
+        images: image files; None for the images of ``split`` in the store.
+        split: the split of the store.
+        output: the folder for the results.
+        nodata: the number that stands for no data in image files, as text; None to use the number
+            that each file declares.
+        level: the resolution of OME-Zarr images; 0 is the highest.
     """
-    if isinstance(config, PatchConfig):
-        return _load_patches(run, config.model, config.patchgd, config.train, world, device)
-    precision, channels_last = choose(config.train, device, world)
-    with raise_jointly(world):
-        checkpoint = find(run)
-        manifest = read_run_manifest(checkpoint)
-        if size := manifest["data"].get("size"):
-            config = config.with_dims(len(size), str(Size(size)))
-        notes = _of_mesh(config.mesh, manifest["config"], world.size)
-    if world.rank == 0:
-        print(*notes, sep="\n", end="\n" if notes else "")
-    stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
-    if stages < config.mesh.stages:
-        config = replace(config, pipeline=replace(config.pipeline, balance=None))
-    one = Size((1,) * len(config.predict.tile))
-    spatial = replace(config.spatial, tiles_per_rank=one, exchange_every="all", fuse_below=0)
-    memory, halo = config.streaming.memory, config.approximate.halo
-    config = replace(
-        config,
-        mesh=replace(config.mesh, stages=stages, tiles=one),
-        spatial=spatial,
-        streaming=StreamingConfig(),
-    )
-    with raise_jointly(world):
-        check_there(config.pipeline)
-        check_settings(config)
-        devices = devices_of(config.pipeline, device)
-        check_model(manifest["config"], config.model, run)
-        model = outline_model(config.model, *manifest["channels"])
-        if model in refusals:
-            size = manifest["data"].get("size")
-            answer_of(model, size)  # refuses networks that do not take this size
-            check_module(model, size or [0] * len(config.predict.tile), modes=(False,))
-        reach = used_reach(reach_for(model, cut=halo is not None), halo)
-    cut = StageCut(config, model, config.predict.tile, reach, device.type)
-    partition = cut.joint_partition(world)
-    mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
-    mesh.waits.timeout = config.run.timeout
-    # Weights are loaded last, when the parameters have their final dtype and device.
-    with raise_jointly(world):
-        context = Context(per_window=config.approximate.norms == "window")
-        tiled = own_part(
-            model, partition, mesh.stage, reach, context, config.model.seed, whole=halo is None
+    device, threads = set_up(world, config.run.device, config.run.threads)
+    predictor, manifest = load_predictor(run, config, world, device)
+    settings, data = config.predict, manifest["data"]
+    names = data["classes"]
+    classes = Classes(names, class_colors(names, data.get("colours")), data.get("ignore", 255))
+
+    def files(source):
+        return paths_of(
+            Path(output), source.name, settings.formats, source.size, settings.probabilities
         )
-    place_stages(tiled, partition, devices, precision, channels_last)
-    phase(f"loading {checkpoint}")
+
+    checks = first_on_node(world)
     with raise_jointly(world):
-        if mesh.replicas.rank == 0:
-            load_weights(checkpoint, model, part=partition is not None)
-    broadcast(model, mesh.replicas)
-    pipeline = Pipeline(partition, [], mesh.pipeline, devices[0]) if partition else None
-    run_in = autocast(precision, device)
-    outputs, exact = manifest["channels"][1], halo is None
-    budget = None
-    if memory is not None:
-        keep_freed_memory(large=False)
-        base = memory_in_use(devices[0])
-        budget = smallest_budget(memory, base, "weights", world)
-        for line in memory_warnings(memory, base) if world.rank == 0 else ():
-            print(line)
-    predictor = Predictor(
-        tiled,
-        mesh.replicas,
-        devices,
-        run_in,
-        config.predict.tile,
-        config.predict.scratch,
-        channels_last,
-        pipeline,
-        outputs,
-        exact,
-        ranks_on_node(world),
-        budget,
-    )
-    return predictor, manifest
-
-
-def store_for(data: DataBase, manifest: dict) -> Store:
-    """Return the store of ``data.store``, normalised by mean and deviation of a run's training.
-
-    Args:
-        data: the settings of the section ``data``.
-        manifest: the manifest of a checkpoint of the run.
-    """
-    constants = manifest["data"]["mean"], manifest["data"]["std"]
-    return Store(data.store, constants, data.shrink)
-
-
-def check_types(store: Store, split: str, manifest: dict) -> None:
-    """Refuse images of another dtype than the training images.
-
-    Args:
-        store: the store.
-        split: the split whose images are to be predicted.
-        manifest: the manifest of a checkpoint of the run.
-    """
-    for name in store.split(split):
-        check_type(f"image {name!r} of {store.path}", store.dtype(name), manifest["data"])
-
-
-def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
-    """Return a note on each mesh setting that has another effect in prediction than in training.
-
-    Args:
-        mesh: the mesh settings.
-        trained: the config of the training.
-        ranks: the number of ranks.
-
-    Raises:
-        ValueError: the user gave a number of stages that does not divide the number of ranks.
-    """
-    found = []
-    if ranks % mesh.stages:
-        if mesh.stages != trained.get("mesh", {}).get("stages"):
+        classes = replace(classes, traced=numbers_of(names, settings.trace, "predict.trace"))
+        checkpoint = find(run)
+        network = network_identity(checkpoint, manifest, config.prediction_settings)
+        if nodata is not None and not images:
             raise ValueError(
-                f"mesh.stages is {mesh.stages}, which does not divide {ranks} "
-                f"process{'es' * (ranks > 1)}: start a multiple of {mesh.stages} processes, or "
-                "leave mesh.stages out"
+                f"--nodata is {nodata}, but a store has its own no-data value: use --nodata with "
+                f"--images only"
             )
-        found.append(
-            f"note: the {mesh.stages} stages of the training do not divide {ranks} "
-            f"process{'es' * (ranks > 1)}, so each process holds the whole network"
-        )
-    if mesh.tiles.volume > 1 or mesh.samples > 1:
-        what = " and ".join(
-            f"mesh.{name} {value}"
-            for name, value, more in (
-                ("samples", mesh.samples, mesh.samples > 1),
-                ("tiles", mesh.tiles, mesh.tiles.volume > 1),
+        if level and not images:
+            raise ValueError(
+                f"--level is {level}, but the images of a store have one resolution: use --level "
+                "with --images only"
             )
-            if more
+        if images:
+            missing = None if nodata is None else parse(nodata)
+            sources = {
+                stem_of(path): partial(
+                    file_image, path, manifest, missing, config.data.shrink, settings.scratch, level
+                )
+                for path in images
+            }
+            inputs = [Path(path) for path in images]
+            if len(sources) < len(images):
+                twice = next(
+                    path
+                    for path in images
+                    if sum(stem_of(other) == stem_of(path) for other in images) > 1
+                )
+                raise ValueError(
+                    f"results are named after images, but several images are named "
+                    f"{stem_of(twice)}, such as {twice}: predict them into different --output "
+                    f"folders"
+                )
+        else:
+            store = store_for(config.data, manifest)
+            if checks:
+                store.check_files()
+            check_types(store, split, manifest)
+            sources = {name: partial(store_image, store, name) for name in store.split(split)}
+            inputs = store.files if world.rank == 0 else []
+        sizes, decoding, notes, results = {}, {}, [], []
+        for opened in (
+            sources.values() if world.rank == 0 else ()
+        ):  # all of them, before the first is computed
+            source = opened()
+            sizes[source.size] = source.name
+            decoding[source.decoding] = source.name
+            notes.append((source.name, source.notes))
+            if not predictor.model.of_image:
+                if settings.heat:
+                    raise ValueError(
+                        "predict.heat is True, which draws the pixels that the label of a whole "
+                        "image depends on, but this network returns a map: leave predict.heat out"
+                    )
+                check_written(files(source), source.place, source.name)
+                results += files(source)
+            elif settings.heat and len(source.size) != 2:
+                raise ValueError(
+                    f"predict.heat draws pictures of images with 2 dims, but {source.name} has "
+                    f"{len(source.size)} dims: leave predict.heat out"
+                )
+        check_not_read(results, inputs)
+    sizes = world.bcast(sizes, root=0)
+    with raise_jointly(world):
+        check_images(predictor, sizes)
+    if world.rank == 0:
+        most = max(decoding, default=0)
+        on_gpu = any(p.is_cuda for p in predictor.model.parameters())
+        memory = None if on_gpu else config.streaming.memory
+        print(
+            f"network: {checkpoint}",
+            threads,
+            *short_of_decoding(memory, resident_memory(), decoding.get(most, ""), most),
+            *notes_on(notes),
+            sep="\n",
         )
-        found.append(
-            f"note: {what}: without effect here, because tiles (predict.tile) are distributed to "
-            "all ranks"
+    if predictor.model.of_image:
+        with raise_jointly(world):
+            heat = (
+                heat_of(_network_of_heat(predictor, checkpoint, config.model), predictor)
+                if settings.heat
+                else None
+            )
+        _predict_images(predictor, sources, names, world, output)
+        if heat:
+            _draw_heat(heat, manifest["data"], sources, world, Path(output))
+        return 0
+    maps, placed, volumes, voxels, whole = [], {}, False, False, True
+    for opened in sources.values():
+        source = opened()
+        paths = files(source)
+        maps.append(paths[0])
+        placed[source.name] = source.place is not None
+        volumes = len(source.size) == 3
+        if source.place is not None:
+            voxels = voxels or source.place.of_voxels
+            whole = whole and keeps_place(source.place)
+        anew = predict(
+            predictor,
+            source,
+            paths,
+            replace(classes, place=source.place),
+            settings.probabilities,
+            network,
         )
-    return found
+        if predictor.writes:
+            print(
+                f"{paths[0]}: {source.name}, {'x'.join(map(str, source.size))} "
+                f"pixels{'' if anew else ', is there already'}"
+            )
+    if world.rank == 0:
+        holding = [form for form in settings.formats if form != "zarr" or whole]
+        print(
+            *notes_on_places(placed, holding, volumes, voxels),
+            *closing_of_prediction(output, maps, None if images else config.data.store),
+            sep="\n",
+        )
+    return 0
 
 
-def _load_patches(
-    run: str,
-    model: ModelBase,
-    patchgd: PatchgdConfig,
-    train: TrainBase,
+def _predict_images(
+    predictor: Predictor,
+    sources: Mapping[str, Callable[[], ImageSource]],
+    classes: Sequence[str],
     world,
-    device: torch.device,
-) -> tuple[PatchPredictor | MapPredictor, dict]:
-    """Load a network of patches on all ranks; return a predictor and the manifest.
+    output: str,
+) -> None:
+    """Write ``images.csv``, a table with one row for each image.
 
-    All ranks must call it together. The predictor is a :class:`MapPredictor` if the network labels
-    pixels, and a :class:`PatchPredictor` if it has one output for each image.
+    A row has the image's class and the probability of each class, or the predicted number.
 
     Args:
-        run: the folder of a run or of a checkpoint.
-        model, patchgd, train: the settings of these sections.
+        predictor: a network with one label per image.
+        sources: for each image, by its name, a function that opens it.
+        classes: the names of the classes; a single name if the network predicts a number.
         world: the communicator of all ranks.
-        device: the device of this rank.
+        output: the folder for the table.
     """
-    precision, channels_last = choose(train, device, world)
+    opened = list(sources.values())
+    vectors = vectors_of(predictor, opened, [source().size for source in opened], world, "predict")
+    if world.rank == 0:
+        path = Path(output) / "images.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as growing, growing.open("w", newline="") as f:
+            lines = csv.writer(f)
+            if len(classes) == 1:
+                lines.writerow(["image", classes[0]])
+                lines.writerows(
+                    [name, f"{number:.9g}"] for name, (number,) in zip(sources, vectors)
+                )
+            else:
+                likely = probabilities(vectors)
+                lines.writerow(["image", "class", *(f"p({name})" for name in classes)])
+                lines.writerows(
+                    [name, classes[p.argmax()], *(f"{x:.6g}" for x in p)]
+                    for name, p in zip(sources, likely)
+                )
+        print(f"{path}: {len(opened)} images")
+
+
+def _draw_heat(
+    heat: Callable,
+    data: Mapping,
+    sources: Mapping[str, Callable[[], ImageSource]],
+    world,
+    folder: Path,
+) -> None:
+    """Draw the heat maps of images into ``folder``; each rank draws its share of the images.
+
+    A heat map shows the pixels on which the label of a whole image depends. All ranks must call it
+    together.
+
+    Args:
+        heat: a function that yields (tile, heat) for all tiles of an image
+            (:func:`distseg.patchgd.heat.heat_of`).
+        data: the section of the run's manifest with the constants of normalisation.
+        sources: for each image, by its name, a function that opens it.
+        world: the communicator of all ranks.
+        folder: the folder for the pictures.
+    """
+    from PIL import Image
+
+    def path(name):
+        return folder / f"{name}.heat.png"
+
     with raise_jointly(world):
-        checkpoint = find(run)
-        manifest = read_run_manifest(checkpoint)
-        check_model(manifest["config"], model, run)
-        network = network_of(model, patchgd, *manifest["channels"])
-        settings = (device, precision, channels_last, patchgd.at_once)
-        by_pixels = isinstance(network, PatchUNet)
-        filler = (
-            MapFiller(network, Context(), *settings)
-            if by_pixels
-            else Filler(network, Context(), Context(), *settings)
-        )
-        if world.rank == 0:
-            load_weights(checkpoint, network)
-    broadcast(network, world)
-    return (MapPredictor if by_pixels else PatchPredictor)(filler, world), manifest
+        folder.mkdir(parents=True, exist_ok=True)  # any rank may be the first
+        for name in list(sources)[world.rank :: world.size]:
+            source = sources[name]()
+            heartbeat(f"heat of {name}")
+            drawn = picture(heat(source), source, data)
+            with atomic_write(path(name)) as growing:
+                Image.fromarray(drawn).save(growing, "png")
+    if world.rank == 0:
+        print(*map(path, sources), sep="\n")
+
+
+def _network_of_heat(predictor: Predictor, checkpoint: Path, model: ModelBase) -> nn.Module:
+    """Return the network whose heat maps are drawn, as a plain module that is not distributed.
+
+    A predictor of PatchGD holds its network as such a module. Other predictors hold distributed
+    layers, so the network is loaded once more from the checkpoint.
+    """
+    return (
+        predictor.filler.network
+        if isinstance(predictor, PatchPredictor)
+        else load_named(checkpoint, model)
+    )
 
 
 def predict(

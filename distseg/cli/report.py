@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from distseg.cli.evaluate import EVALUATIONS, folder_of, score_table
+from distseg.cli.load import load_predictor, store_for
 from distseg.cli.pictures import Gallery
-from distseg.cli.predict import load_predictor, store_for
 from distseg.comm.alone import Alone
 from distseg.comm.launch import set_up
 from distseg.config.patchgd import PatchConfig

@@ -199,7 +199,8 @@ def distribute(
         recompute: the micro-batches whose activations a stage drops and computes again before the
             backward pass: never (none), always (all), or except_last (all but those whose backward
             pass comes directly after their forward pass).
-        precision: fp32, bf16 (autocast, with parameters in float32) or fp64. The default is fp64
+        precision: fp32, bf16 or fp16 (autocast, with parameters in float32), or fp64. fp16 needs
+            a GradScaler (see ``scale`` of :meth:`DistributedModel.backward`). The default is fp64
             for a module with parameters in float64, else fp32.
         channels_last: True to store activations in the channels-last memory format.
         norm_scope: ``group`` if batch norm sees the images of one sample group, ``step`` if it sees

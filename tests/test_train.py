@@ -265,8 +265,18 @@ def test_a_run_is_resumed_on_another_mesh(comm, folder, before, after):
 
 @pytest.mark.parallel([1, 4])
 @pytest.mark.covering(cases=2)
-@pytest.mark.parametrize("norm,precision", [("batch", "bf16"), ("instance", "fp32")])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(comm, folder, norm, precision):
+@pytest.mark.parametrize(
+    "norm,precision",
+    [
+        ("batch", "bf16"),
+        ("instance", "fp32"),
+        pytest.param("group", "fp16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(
+    comm, folder, norm, precision, monkeypatch
+):
+    monkeypatch.setattr("distseg.runtime.loss_scale._STEPS", 2)
     mesh = {1: {}, 4: dict(samples=2, tiles="2x1")}[comm.size]
     plan = dict(epochs=3, norm=norm, precision=precision, channels_last=precision == "bf16", **mesh)
     train(config(folder, output=str(folder / "whole"), **plan), comm)
@@ -277,6 +287,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(comm, folder, norm, p
     if comm.rank == 0:
         steps = [line["step"] for line in read_log(folder / "cut") if line["kind"] == "step"]
         assert steps == list(range(1, len(steps) + 1))
+        scales, other = (
+            [line.get("loss_scale") for line in read_log(folder / run) if line["kind"] == "step"]
+            for run in ("cut", "whole")
+        )
+        assert scales == other and (None in scales) == (precision != "fp16")
 
 
 @pytest.mark.parallel([1, 2])

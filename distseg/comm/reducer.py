@@ -126,8 +126,12 @@ class Gradients:
         """
         factor = largest / (norm + 1e-6)
         if factor < 1:
-            for part in self.parts:
-                part.mul_(factor)
+            self.multiply(factor)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply all gradients by a factor."""
+        for part in self.parts:
+            part.mul_(factor)
 
 
 def _same_bucket(group: list[nn.Parameter], p: nn.Parameter) -> bool:

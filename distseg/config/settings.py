@@ -701,7 +701,7 @@ class TrainBase:
     """The training run: length, precision, checkpoints and output.
 
     PatchGD takes this section. Exact training takes :class:`TrainConfig`, which adds
-    ``accumulate``.
+    ``accumulate`` and fp16.
     """
 
     epochs: int = 10
@@ -797,6 +797,9 @@ class TrainBase:
 class TrainConfig(TrainBase):
     """The training run: length, batch, precision, checkpoints and output."""
 
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    """auto: bf16 autocast if the device computes it faster, else fp32. fp16: autocast with a loss
+    scale that adapts to the gradients, for GPUs without fast bf16 (V100)."""
     accumulate: int = 1
     """Number of micro-batches of a sample group per optimizer step; with stages, the number of
     micro-batches of the pipeline."""

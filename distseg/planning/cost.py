@@ -25,7 +25,12 @@ from distseg.planning.layerwise import Numbers, alone, copied, random_input
 from distseg.planning.roofline import V100, Device, counted, seconds_of
 from distseg.tiling.graph import Skip, skips_of
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -114,9 +119,9 @@ def modelled(
         size: the size of a window in pixels.
         batch: images of a micro-batch.
         device: the throughput of the device to model.
-        precision: the number type in which the network computes: fp64, fp32 or bf16; by default
-            that of its weights. With bf16, the weights are still fp32, and the tensors that layers
-            exchange are bf16.
+        precision: the number type in which the network computes: fp64, fp32, bf16 or fp16; by
+            default that of its weights. With bf16 and fp16, the weights are still fp32, and only
+            the tensors that layers exchange are of this type.
 
     Raises:
         ValueError: the model is not a list of layer calls, or the start or the end of a skip is
@@ -165,7 +170,7 @@ def modelled(
         inputs,
         f"modelled for {device.name}",
         8 if x.dtype == torch.float64 else 4,
-        2 if x.dtype == torch.bfloat16 else 0,
+        2 if x.dtype in (torch.bfloat16, torch.float16) else 0,
         outside / flops if flops else 0.0,
     )
 

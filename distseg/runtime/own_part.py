@@ -20,6 +20,9 @@ from distseg.runtime.partition import Partition
 from distseg.runtime.swap_layers import TiledModel, parallelize
 from distseg.tiling.tile import ReceptiveField
 
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes of precisions in which a network runs under autocast, with parameters in float32."""
+
 
 def own_part(
     model: nn.Module,
@@ -75,7 +78,8 @@ def place_model(model: nn.Module, device, precision: str, channels_last: bool) -
     Args:
         model: the model, changed in place.
         device: the device.
-        precision: fp64, fp32 or bf16. The weights are fp32 for bf16 too, which runs under autocast.
+        precision: fp64, fp32, bf16 or fp16. The weights are fp32 for bf16 and fp16 too, which run
+            under autocast.
         channels_last: True for the memory format channels_last.
     """
     check_real(model)
@@ -98,7 +102,7 @@ def place_stages(
         model: the layers of the rank, changed in place.
         partition: the stages; None for a model that is not cut into stages.
         devices: the device of each stage, or one device for the whole model.
-        precision: fp64, fp32 or bf16 (:func:`place_model`).
+        precision: fp64, fp32, bf16 or fp16 (:func:`place_model`).
         channels_last: True for the memory format channels_last.
     """
     if len(devices) == 1:
@@ -112,13 +116,11 @@ def place_stages(
 def autocast(precision: str, device) -> Callable[[], AbstractContextManager]:
     """Return a function that makes the context manager under which the network runs.
 
-    The context manager is bf16 autocast if ``precision`` is bf16. Otherwise it does nothing.
+    The context manager is autocast if ``precision`` is bf16 or fp16. Otherwise it does nothing.
     """
-    return (
-        (lambda: torch.autocast(device.type, torch.bfloat16))
-        if precision == "bf16"
-        else nullcontext
-    )
+    if precision not in AUTOCAST:
+        return nullcontext
+    return lambda: torch.autocast(device.type, AUTOCAST[precision])
 
 
 def used_reach(exact: ReceptiveField, halo: int | None) -> ReceptiveField:

@@ -11,6 +11,7 @@ from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
 from distseg.config.settings import OptimConfig
 from distseg.models.network import user_names
+from distseg.runtime.loss_scale import LossScale
 from distseg.runtime.optimizer import make_optimizer, set_learning_rate
 
 
@@ -18,6 +19,9 @@ class ParameterUpdate:
     """Trained parameters of a rank's network, with their gradients, reducer and optimizer.
 
     The reducer sums the gradients over the replicas.
+
+    Attributes:
+        loss_scale: the factor of the loss gradient with precision fp16, else None.
 
     Args:
         mesh: the mesh of ranks.
@@ -29,6 +33,8 @@ class ParameterUpdate:
             the first replica, so all ranks must create this object together.
         device: the device of the network.
     """
+
+    loss_scale: LossScale | None = None
 
     def __init__(
         self,

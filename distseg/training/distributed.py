@@ -245,7 +245,8 @@ class DistributedModel(nn.Module):
                 these, the name of a loss such as ``cross_entropy + 0.5*dice``, or a dict from the
                 names of outputs to one of these.
             scale: factor of the gradient, such as ``scaler.get_scale()`` or 1 / (number of calls
-                whose gradients are accumulated). The returned loss is not scaled.
+                whose gradients are accumulated). The backward pass begins with it. The returned
+                loss is not scaled.
 
         Returns:
             The loss, a float64 tensor on the CPU, equal on all ranks.
@@ -256,8 +257,8 @@ class DistributedModel(nn.Module):
         """
         micro_batches = self._prepared(image, target, criterion)
         self._begin()
-        loss = self.engine.accumulate(micro_batches)
-        self._finish(scale)
+        loss = self.engine.accumulate(micro_batches, scale)
+        self._finish(scaled=scale != 1)
         self.engine.model.commit_statistics(unbiased=True)
         return torch.tensor(self.engine.over_stages(loss), dtype=torch.float64)
 
@@ -605,7 +606,7 @@ class DistributedModel(nn.Module):
         return now is gradient and now._version == version
 
     @torch.no_grad()
-    def _finish(self, scale: float) -> None:
+    def _finish(self, factor: float = 1.0, scaled: bool = False) -> None:
         """End a backward pass: sum its gradients over the replicas, then add earlier gradients.
 
         The sum includes this rank's parts from passes in a :meth:`no_sync` block. The earlier
@@ -613,7 +614,8 @@ class DistributedModel(nn.Module):
         is summed. All ranks must call the method together.
 
         Args:
-            scale: factor of the gradients of this backward pass.
+            factor: factor of the gradients of this backward pass.
+            scaled: True if the backward pass began with a scale, as that of a GradScaler.
         """
         engine, parameters = self.engine, self.engine.parameters
         if self._probes:
@@ -628,9 +630,8 @@ class DistributedModel(nn.Module):
             self._unused[self._used] = sorted(set.intersection(*map(set, of_all)))
             engine.gradients.take_in()
         engine.gradients.finish()
-        if scale != 1:
-            for part in engine.gradients.parts:
-                part.mul_(scale)
+        if factor != 1:
+            engine.gradients.multiply(factor)
         self._add(self._late)
         if self._syncs:
             engine.sum_gradients()
@@ -638,7 +639,7 @@ class DistributedModel(nn.Module):
         if not self._syncs and self.mesh.replicas.size > 1:
             parts = {number: p.grad.clone() for number, p in enumerate(parameters)}
         self._add(self._carried)
-        if scale != 1 and self.mesh.pipeline.size > 1 and not self._all_finite():
+        if scaled and self.mesh.pipeline.size > 1 and not self._all_finite():
             # A GradScaler skips a step whose gradients are not finite. All stages must skip it.
             for p in parameters:
                 p.grad.fill_(torch.nan)

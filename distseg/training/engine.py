@@ -55,8 +55,9 @@ from distseg.planning.cost import DTYPES
 from distseg.planning.tile_size import Activations, BudgetTiling, GridTiling, smallest_budget
 from distseg.runtime.devices import DevicePipeline, check_there, devices_of
 from distseg.runtime.exchange import Exchange, HeldReach, TrueReach
+from distseg.runtime.loss_scale import LossScale
 from distseg.runtime.optimizer import freeze, state_copies
-from distseg.runtime.own_part import autocast, own_part, place_stages, used_reach
+from distseg.runtime.own_part import AUTOCAST, autocast, own_part, place_stages, used_reach
 from distseg.runtime.parameter_update import ParameterUpdate
 from distseg.runtime.partition import Partition
 from distseg.runtime.pipeline import Pipeline
@@ -84,7 +85,7 @@ class Engine(ParameterUpdate):
         image: the size of a step's images in pixels, by which stages are balanced.
         device: the device of this rank. With ``pipeline.placement: devices`` only its type is used,
             and its index only if ``pipeline.devices`` does not name the devices.
-        precision: fp32, bf16 (autocast) or fp64.
+        precision: fp32, bf16 or fp16 (autocast), or fp64.
         channels_last: True for the channels_last memory format.
         loss: the loss of the steps; by default the loss that the config names.
 
@@ -169,6 +170,8 @@ class Engine(ParameterUpdate):
                 not config.is_cut,
             )
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
+        if precision == "fp16":
+            self.loss_scale = LossScale()
         halved = config.approximate.gradients == "fp16"
         super().__init__(mesh, config.optim, config.mesh.reducer, halved, model, self.device)
         budget = (
@@ -274,7 +277,8 @@ class Engine(ParameterUpdate):
         state are included even if they are not allocated yet.
         """
         weights = sum(p.numel() * p.element_size() for p in self.parameters)
-        cast = weights if self.precision == "bf16" else 0  # copies in bf16, and their gradients
+        # 16-bit copies, and their gradients
+        cast = weights if self.precision in AUTOCAST else 0
         # Memory of a GPU is in use once it is allocated, memory of a CPU once it is written.
         gradients = 0 if self.device.type == "cuda" and self.gradients.buckets else weights
         return (
@@ -387,20 +391,29 @@ class Engine(ParameterUpdate):
         Args:
             micro_batches: for each micro-batch, this rank's tile batches.
         """
+        scale = self.loss_scale.value if self.loss_scale else 1.0
         self.gradients.zero()
-        loss = self.accumulate(micro_batches)
+        loss = self.accumulate(micro_batches, scale)
         self.gradients.finish()
         self.sum_gradients()
+        if scale != 1:
+            self.gradients.multiply(1 / scale)
         return self.over_stages(loss)
 
-    def accumulate(self, micro_batches: list[list[TileBatch | LazyTileBatch]]) -> float:
+    def accumulate(
+        self, micro_batches: list[list[TileBatch | LazyTileBatch]], scale: float = 1.0
+    ) -> float:
         """Add this rank's part of the gradient to the parameters' ``grad``, and return the loss.
 
         The returned loss is 0 on ranks without the last stage.
 
         Args:
             micro_batches: for each micro-batch, this rank's tile batches.
+            scale: factor of the gradient. Backward passes begin with it, so that small gradients
+                are not rounded to 0 in fp16. The returned loss is not scaled.
         """
+        if self.gradient_step.head:
+            self.gradient_step.head.scale = scale
         prepared = self.to_blocks if self.streaming else self.to_device
         with self.mesh.waits.putting_off():
             return self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
@@ -445,13 +458,16 @@ class Engine(ParameterUpdate):
     def update(self, rate: float) -> float:
         """Clip gradients, step the optimizer, and commit running statistics.
 
-        All ranks must call it together. It returns the norm of the gradient before clipping.
+        With precision fp16, the optimizer takes no step if the norm is not finite (see
+        :class:`LossScale`). All ranks must call it together. It returns the norm of the gradient
+        before clipping.
 
         Args:
             rate: the learning rate.
         """
         norm = self.over_stages(self.gradients.norm().item() ** 2) ** 0.5
-        self.descend(rate, norm, self.context.epoch)
+        if self.loss_scale is None or self.loss_scale.follow(norm):
+            self.descend(rate, norm, self.context.epoch)
         self.model.commit_statistics()
         return norm
 
@@ -627,7 +643,7 @@ def activations_of(
     Args:
         model: the plain model, which may be on the meta device.
         exchange: the halo exchange of the model.
-        precision: fp32, bf16 or fp64.
+        precision: fp32, bf16, fp16 or fp64.
         channels_last: True for the channels_last memory format.
     """
     itemsize = DTYPES[precision].itemsize

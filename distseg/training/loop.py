@@ -161,9 +161,11 @@ class _Training:
                 # than before.
                 rate = learning_rate(self.config.optim, number * steps + k, run.total)
                 loss, norm = engine.step(micro_batches, rate)
-                step = self.position.step + 1
-                self.position = replace(self.position, step=step, samples=run.samples_after(k + 1))
-                _check_finite(loss, norm, step, train.output)
+                self.position = self.position.after_step(
+                    run.samples_after(k + 1), engine.loss_scale
+                )
+                step, scale = self.position.step, self.position.loss_scale
+                _check_finite(loss, norm, step, train.output, scale)
                 if train.check_replicas and step % train.check_replicas == 0:
                     check_same(run.model, run.mesh.replicas)
                 self.log.write(
@@ -172,8 +174,9 @@ class _Training:
                     number,
                     loss=loss,
                     lr=rate,
-                    gradient_norm=norm,
+                    gradient_norm=norm if math.isfinite(norm) else None,
                     seconds=self.seconds,
+                    **({} if scale is None else {"loss_scale": scale}),
                 )
                 bar.advance(pixels=engine.pixels(micro_batches), loss=loss)
                 self._heed()
@@ -306,22 +309,27 @@ def _why_finished(run: Run) -> str:
     return f"{train.output} {stopped}; train.patience is {train.patience}: raise it to go on"
 
 
-def _check_finite(loss: float, norm: float, step: int, output: str) -> None:
+def _check_finite(
+    loss: float, norm: float, step: int, output: str, scale: float | None = None
+) -> None:
     """End the run if the loss or the gradient's norm is not a finite number.
 
-    Both numbers are the same on every rank, so all ranks raise the error together.
+    With precision fp16, a norm that is not finite only halves the loss scale, until the scale is
+    below 1. All numbers are the same on every rank, so all ranks raise the error together.
 
     Args:
         loss: the loss of the step.
         norm: the norm of its gradient.
         step: the number of the step.
         output: the folder of the run, for the message.
+        scale: the loss scale after the step; None without precision fp16.
 
     Raises:
         JointFailure: a number is not finite. The message names the step, both numbers and how to
             fix it.
     """
-    if not (math.isfinite(loss) and math.isfinite(norm)):
+    adapts = scale is not None and scale >= 1
+    if not (math.isfinite(loss) and (math.isfinite(norm) or adapts)):
         raise JointFailure(
             f"step {step}: the loss is {loss} and the gradient's norm is {norm}, but both must be "
             "finite: lower optim.lr, set optim.clip, or train with train.precision fp32; "

@@ -27,7 +27,7 @@ from distseg.runtime.actions import Action, Forward
 from distseg.runtime.exchange import Exchange
 from distseg.runtime.operations import Operation
 from distseg.runtime.optimizer import freeze, state_copies
-from distseg.runtime.own_part import used_reach
+from distseg.runtime.own_part import AUTOCAST, used_reach
 from distseg.runtime.partition import Partition
 from distseg.runtime.schedule import orders
 from distseg.runtime.stage_program import operations
@@ -206,7 +206,7 @@ class StepPrograms:
         activations = activations_of(
             self.model,
             exchange,
-            "bf16" if config.train.precision == "bf16" else "fp32",
+            config.train.precision if config.train.precision in AUTOCAST else "fp32",
             bool(config.train.channels_last),
         )
         executor = make_streaming_executor(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from distseg.comm.consistency import settings
 from distseg.config.settings import OptimConfig
+from distseg.runtime.loss_scale import LossScale
 from distseg.runtime.optimizer import learning_rate
 from distseg.training.checkpoint.files import find, names_of
 
@@ -38,6 +39,8 @@ class Position:
         validated: number of epochs that were finished at the last validation; 0 if there was none.
         best_epoch: number of epochs that were finished at the validation with the best score.
         best_score: the best score of a validation; higher is better. None if there is none.
+        loss_scale: with precision fp16 the loss scale (:class:`LossScale`), else None.
+        scale_steps: number of steps since the loss scale last changed.
     """
 
     step: int = 0
@@ -47,11 +50,23 @@ class Position:
     validated: int = 0
     best_epoch: int = 0
     best_score: float | None = None
+    loss_scale: float | None = None
+    scale_steps: int = 0
 
     @property
     def waited(self) -> int:
         """Number of epochs since the best score, up to the last validation."""
         return self.validated - self.best_epoch
+
+    def after_step(self, samples: int, scale: LossScale | None) -> Position:
+        """Return the position after one more optimizer step.
+
+        Args:
+            samples: number of samples of the epoch that have been used then.
+            scale: the loss scale of the next step, with precision fp16.
+        """
+        scaled = {"loss_scale": scale.value, "scale_steps": scale.steps} if scale else {}
+        return replace(self, step=self.step + 1, samples=samples, **scaled)
 
     def with_validation(self, epoch: int, validation: dict, score: float | None) -> Position:
         """Return this position with the result of a validation.

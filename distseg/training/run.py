@@ -35,6 +35,7 @@ from distseg.patchgd.zoo import check_grids, with_grid
 from distseg.planning.tile_size import memory_warnings
 from distseg.report.disk import locked
 from distseg.report.loggers.opening import check_loggers
+from distseg.runtime.loss_scale import LossScale
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose, gpu_lines
 from distseg.tiling.tile import check_dims, owned_tiles
@@ -187,6 +188,8 @@ class Run:
                 else step_loader(self.store, engine)
             )
         self.position = position_of(self.resumed) if self.resumed else Position()
+        if engine.loss_scale and self.position.loss_scale:
+            engine.loss_scale = LossScale(self.position.loss_scale, self.position.scale_steps)
         self.first_step, repeats = first_step(
             self.position.samples, self._batch, self.loader.steps_per_epoch
         )

@@ -54,10 +54,14 @@ class LossHead:
         loss: the loss.
         rows: the rows of the table that belong to this sample group's images.
         replicas: the communicator of all ranks that hold the last stage.
+
+    Attributes:
+        scale: factor of the gradients of this head's backward passes. The loss is not scaled.
     """
 
     def __init__(self, loss: Criterion, rows: Rows, replicas):
         self.loss, self.at, self.replicas = loss, rows, replicas
+        self.scale = 1.0
         self.clear()
 
     def clear(self) -> None:
@@ -110,7 +114,7 @@ class LossHead:
             self.note(unit, [self.loss.counts(p.labels) for p in unit.pieces])
 
     def loss_grads(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
-        """Return the loss gradient with respect to each tile batch's partial sums.
+        """Return the loss gradient times the scale, with respect to each tile batch's partial sums.
 
         If the loss gradient of the step is not known yet, compute it from the table of partial
         sums. All replicas must then call the method together.
@@ -125,7 +129,7 @@ class LossHead:
         if self.loss_grad is None:
             self._find_loss_grad()
         return [
-            upload(self.loss_grad[self._at(unit, p)], found.device, found.dtype)
+            upload(self.scale * self.loss_grad[self._at(unit, p)], found.device, found.dtype)
             for p, found in zip(unit.pieces, rows)
         ]
 

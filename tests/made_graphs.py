@@ -7,7 +7,7 @@ CONV = Gather(3, before=1, after=1)
 
 
 def line(*steps: tuple, dims: int = 1) -> Graph:
-    """Layers one behind the other: (name,) looks at single cells, (name, footprint) alike along each dim, (name, "pop") at the map before "stash" too."""
+    """Layers one behind the other: (name,) looks at single cells, (name, pattern) alike along each dim, (name, "pop") at the map before "stash" too."""
     nodes, put_aside = [], 0
     for number, (name, *looks) in enumerate(steps):
         if name == "stash":

@@ -357,7 +357,7 @@ def test_a_layer_of_the_user_s_own_is_captured_or_refused():
             return 3 * x.tanh()
 
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Scale(), nn.Conv2d(4, 2, 1))
-    assert [bool(node.footprints) for node in graph_of(as_network(model))] == [
+    assert [bool(node.access_patterns) for node in graph_of(as_network(model))] == [
         True,
         False,
         False,

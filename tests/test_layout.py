@@ -93,12 +93,14 @@ def test_the_number_of_exchanges_of_a_network(every, points):
     assert len(layout.points) == points
     if every == "1":
         work = [
-            layout.part(k, (0, 0)).output.pixels for k, node in enumerate(graph) if node.footprints
+            layout.part(k, (0, 0)).output.pixels
+            for k, node in enumerate(graph)
+            if node.access_patterns
         ]
         own = [
             Box(*zip(*[c[:2] for c in _cuts(layout, k + 1)])).pixels
             for k, node in enumerate(graph)
-            if node.footprints
+            if node.access_patterns
         ]
         assert work == own
 

@@ -576,12 +576,12 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("balance, rank", [((), 0), ((3, 1), 0), ((3, 1), 1)])
 def test_maps_stay_until_all_have_read_them(balance, rank):
     """Without backward passes: two segments read one map, and the one that is numbered last may be through first."""
-    footprints = (CONV, CONV)
+    access_patterns = (CONV, CONV)
     graph = Graph(
         [
-            Node("stem", (0,), footprints),
-            Node("around", (1,), footprints),
-            Node("main", (1,), footprints),
+            Node("stem", (0,), access_patterns),
+            Node("around", (1,), access_patterns),
+            Node("main", (1,), access_patterns),
             Node("sum", (3, 2)),
         ]
     )

@@ -28,7 +28,7 @@ def part_of(layer, size, result, made):
     """What a layer's part of its result is computed from."""
     spans = [
         f.for_sizes(n, m).needs(a, b)
-        for f, n, m, a, b in zip(layer.footprints(), size, result, made.start, made.stop)
+        for f, n, m, a, b in zip(layer.access_patterns(), size, result, made.start, made.stop)
     ]
     raw = Box(*zip(*spans))
     taken = raw.intersection(Box.whole(size))
@@ -71,9 +71,9 @@ def test_a_result_looks_at_no_more_than_is_said(mode, corners, antialias, n, m):
     ones = torch.eye(n, dtype=torch.float64).view(n, 1, n, 1).expand(n, 2, n, 2).contiguous()
     layer = ResizeTo([Follow(0, m), Follow()], mode, corners, antialias)
     reached = layer.made(ones, (m, 2))[:, 0, :, 0] != 0  # (input, output)
-    footprint = Resize(kernel_of(mode, antialias), bool(corners))
+    pattern = Resize(kernel_of(mode, antialias), bool(corners))
     for j in range(m):
-        first, last = footprint.for_sizes(n, m).needs(j, j + 1)
+        first, last = pattern.for_sizes(n, m).needs(j, j + 1)
         looked = reached[:, j].nonzero()
         assert first <= looked.min() and looked.max() < last
         assert last - first <= looked.max() + 1 - looked.min() + 3
@@ -136,7 +136,7 @@ def test_a_part_of_a_frame_is_that_of_the_whole(mode, size, result):
 def frame_of(layer, size, result, made):
     spans = [
         (f.for_sizes(n, m).needs(a, b), n, f.mirrored)
-        for f, n, m, a, b in zip(layer.footprints(), size, result, made.start, made.stop)
+        for f, n, m, a, b in zip(layer.access_patterns(), size, result, made.start, made.stop)
     ]
     taken = Box(*zip(*(inside(*each[:2], each[2]) for each in spans)))
     return LayerView(

@@ -687,4 +687,4 @@ def test_layers_that_draw_nothing_are_taken():
     graph = graph_of(
         as_network(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Root(), nn.Conv2d(4, 2, 1)))
     )
-    assert [bool(node.footprints) for node in graph] == [True, False, True]
+    assert [bool(node.access_patterns) for node in graph] == [True, False, True]

@@ -43,7 +43,7 @@ from distseg.models.moving import Windows
 from distseg.models.network import Call
 from distseg.models.pointwise import POINTWISE_LAYERS
 from distseg.models.resize import RATIO, FitTo, Follows, ResizeTo, VectorAt, kernel_of
-from distseg.tiling import access_pattern as footprint
+from distseg.tiling import access_pattern
 from distseg.tiling.access_pattern import AccessPattern, Align, Gather, Interpolate, Scatter, Shift
 from distseg.tiling.graph import Node
 from distseg.tiling.layout import LayerView
@@ -119,7 +119,7 @@ def node_of(call: Call, dims: int) -> Node:
     if isinstance(layer, Positions):
         return Node(name, call.reads, placed=True)
     if isinstance(layer, Follows):
-        return Node(name, call.reads, layer.footprints(), call.like)
+        return Node(name, call.reads, layer.access_patterns(), call.like)
     layer = layer.inner if isinstance(layer, Derived) else layer
     if len(call.inputs) > 1:
         raise ValueError(
@@ -129,10 +129,10 @@ def node_of(call: Call, dims: int) -> Node:
         )
     if isinstance(layer, (*NORMS, *DROPOUTS)):
         check_plain(name, layer)
-    for kinds, footprints in _FOOTPRINTS:
+    for kinds, access_patterns in _ACCESS_PATTERNS:
         if unmodified(layer, kinds):
             try:
-                return Node(name, call.inputs, footprints(layer, dims))
+                return Node(name, call.inputs, access_patterns(layer, dims))
             except _Unsupported as e:
                 raise ValueError(
                     f"layer {name} ({type(layer).__name__}) cannot be computed in tiles with "
@@ -244,7 +244,7 @@ def run(
 
 @cache
 def _function_of(kind: type) -> Callable[[nn.Module, Tensor, Box, LayerView], Tensor] | None:
-    return next((function for kinds, function in _RUN if issubclass(kind, kinds)), None)
+    return next((function for kinds, function in _FUNCTIONS if issubclass(kind, kinds)), None)
 
 
 def fill_of(layer: nn.Module) -> float | None:
@@ -302,7 +302,7 @@ def exchange_box(layer: nn.Module, part: LayerView) -> Box:
 # convolutions
 
 
-def _conv_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
+def _conv_patterns(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if conv.padding_mode == "circular":
         raise _Unsupported(
             "circular padding joins opposite borders of the image, which lie on different tiles: "
@@ -339,7 +339,7 @@ def _conv(conv: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     return taken_from(y, start, part.output.size)
 
 
-def _transposed_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
+def _transposed_patterns(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     return tuple(
         Scatter(
             conv.kernel_size[d],
@@ -372,7 +372,7 @@ def _tuple(value, dims: int) -> tuple[int, ...]:
     return (value,) * dims if isinstance(value, int) else tuple(value)
 
 
-def _pool_footprints(pool: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
+def _pool_patterns(pool: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if getattr(pool, "return_indices", False):
         raise _Unsupported(
             "with return_indices=True, its indices would be positions in a tile, not in the "
@@ -426,7 +426,7 @@ def _factors(up: nn.Module, dims: int) -> tuple[int, ...] | None:
     """Return the up-sampling factor of each dim of an ``nn.Upsample``, if all are integers.
 
     Return None if a factor is not an integer, if the layer has a size instead of factors, or if it
-    is bicubic with ``align_corners``. :func:`_resize_footprints` covers these cases.
+    is bicubic with ``align_corners``. :func:`_resize_patterns` covers these cases.
     """
     if up.scale_factor is None:
         return None
@@ -437,10 +437,10 @@ def _factors(up: nn.Module, dims: int) -> tuple[int, ...] | None:
     return tuple(int(f) for f in factors) if whole else None
 
 
-def _up_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
+def _up_patterns(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     factors = _factors(up, dims)
     if factors is None:
-        return _resize_footprints(up, dims)
+        return _resize_patterns(up, dims)
     if up.mode in ("nearest", "nearest-exact"):
         return tuple(Scatter(f, f) for f in factors)
     if up.align_corners:
@@ -448,7 +448,7 @@ def _up_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     return tuple(Interpolate(f, _FURTHER[up.mode]) for f in factors)
 
 
-def _resize_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
+def _resize_patterns(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     """Return the access pattern of each dim of an ``nn.Upsample`` with a size or any factor.
 
     It is used where :func:`_factors` returns None. Integer factors have simpler patterns.
@@ -470,7 +470,7 @@ def _resize_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
 def _up(up: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     factors = _factors(up, len(part.size))
     if factors is None:
-        return _resized(up, _resize_footprints(up, len(part.size)), x, have, part)
+        return _resized(up, _resize_patterns(up, len(part.size)), x, have, part)
     if not up.align_corners or part.input == Box.whole(part.size):
         return _grown(up, factors, x, have, part)
     x = cropped(x, have, part.input)
@@ -484,7 +484,7 @@ def _up(up: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
 def _resize_to(layer: ResizeTo, x: Tensor, have: Box, part: LayerView) -> Tensor:
     return _resized(
         lambda x: layer.made(x, part.output_size),
-        layer.footprints(),
+        layer.access_patterns(),
         x,
         have,
         part,
@@ -494,7 +494,7 @@ def _resize_to(layer: ResizeTo, x: Tensor, have: Box, part: LayerView) -> Tensor
 
 def _resized(
     whole: Callable[[Tensor], Tensor],
-    footprints: Sequence[Resize],
+    access_patterns: Sequence[Resize],
     x: Tensor,
     have: Box,
     part: LayerView,
@@ -504,7 +504,7 @@ def _resized(
 
     Args:
         whole: function that resizes the whole feature map. It is called if the part is everything.
-        footprints: the access pattern of each dim.
+        access_patterns: the access pattern of each dim.
         x: the cells of the input inside ``have``, (B, C, *have.size).
         have: a box of the input's feature map, which contains ``part.input``.
         part: the boxes that the layer reads and computes.
@@ -513,7 +513,7 @@ def _resized(
     x = cropped(x, have, part.input)
     if part.input.size == part.size and part.output.size == part.output_size:
         return whole(x)
-    return resized(x, footprints, part, ratio)
+    return resized(x, access_patterns, part, ratio)
 
 
 def _fit_to(layer: FitTo, x: Tensor, have: Box, part: LayerView) -> Tensor:
@@ -549,7 +549,7 @@ def _aligned(x: Tensor, dim: int, n: int, m: int, first: int, wanted: range) -> 
     return below + (above - below) * share
 
 
-def _shuffle_footprints(shuffle: nn.PixelShuffle, dims: int) -> tuple[AccessPattern, ...]:
+def _shuffle_patterns(shuffle: nn.PixelShuffle, dims: int) -> tuple[AccessPattern, ...]:
     return (Scatter(shuffle.upscale_factor, shuffle.upscale_factor),) * dims
 
 
@@ -577,15 +577,15 @@ def _grown(
     )
 
 
-def _fill_footprints(layer: Fill, dims: int) -> tuple[AccessPattern, ...]:
-    return (footprint.Fill(multiple=layer.multiple),) * dims
+def _fill_patterns(layer: Fill, dims: int) -> tuple[AccessPattern, ...]:
+    return (access_pattern.Fill(multiple=layer.multiple),) * dims
 
 
 def _fill(layer: Fill, x: Tensor, have: Box, part: LayerView) -> Tensor:
     return padded(*fitted(x, have, part.padded_input))
 
 
-def _pad_footprints(pad: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
+def _pad_patterns(pad: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if isinstance(pad, nn.modules.padding._CircularPadNd):
         raise _Unsupported(
             "circular padding joins opposite borders of the image, which lie on different tiles: "
@@ -605,17 +605,20 @@ def _pad(pad: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     return cropped(x, have, part.padded_input)
 
 
-_FOOTPRINTS = (
-    (_CONVS, _conv_footprints),
-    (_TRANSPOSED, _transposed_footprints),
-    ((*_MAX, *_AVG), _pool_footprints),
-    (nn.Upsample, _up_footprints),
-    (nn.PixelShuffle, _shuffle_footprints),
-    (Fill, _fill_footprints),
-    *moving.FOOTPRINTS,
-    ((*_PADS, nn.modules.padding._CircularPadNd), _pad_footprints),
+# Classes of layers, and a function (layer, dims) that returns the access pattern of each dim.
+_ACCESS_PATTERNS = (
+    (_CONVS, _conv_patterns),
+    (_TRANSPOSED, _transposed_patterns),
+    ((*_MAX, *_AVG), _pool_patterns),
+    (nn.Upsample, _up_patterns),
+    (nn.PixelShuffle, _shuffle_patterns),
+    (Fill, _fill_patterns),
+    *moving.ACCESS_PATTERNS,
+    ((*_PADS, nn.modules.padding._CircularPadNd), _pad_patterns),
 )
-_RUN = (
+# Classes of layers, and a function (layer, x, have, part) that computes a part of the result, with
+# the arguments of `run`.
+_FUNCTIONS = (
     (_CONVS, _conv),
     (_TRANSPOSED, _transposed),
     (_MAX, _max_pool),
@@ -624,7 +627,7 @@ _RUN = (
     (nn.PixelShuffle, _shuffle),
     (tuple(_PADS), _pad),
     (Fill, _fill),
-    *moving.RUN,
+    *moving.FUNCTIONS,
     (ResizeTo, _resize_to),
     (FitTo, _fit_to),
     (VectorAt, _vector_at),

@@ -1,4 +1,7 @@
-"""Functions that compute a part of the result of layers of :mod:`distseg.models.moving`."""
+"""Access patterns of the layers of :mod:`distseg.models.moving`, and functions that compute parts.
+
+:mod:`distseg.layers.layer_table` adds both tables to its own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from distseg.tiling.layout import LayerView
 from distseg.tiling.tile import Box
 
 
-def _slices_footprints(layer: Slices, dims: int) -> tuple[AccessPattern, ...]:
+def _slices_patterns(layer: Slices, dims: int) -> tuple[AccessPattern, ...]:
     each = zip(layer.start, layer.behind, layer.step)
     return tuple(
         (Shift if a >= s or b else Gather)(stride=s, before=-a, after=-b) for a, b, s in each
@@ -22,7 +25,7 @@ def _slices(layer: Slices, x: Tensor, have: Box, part: LayerView) -> Tensor:
     return cropped(x, have, part.input)[(..., *(slice(None, None, s) for s in layer.step))]
 
 
-def _windows_footprints(layer: Windows, dims: int) -> tuple[AccessPattern, ...]:
+def _windows_patterns(layer: Windows, dims: int) -> tuple[AccessPattern, ...]:
     each = zip(layer.kernel, layer.stride, layer.dilation, layer.padding)
     return tuple(Gather(k, s, d, p, p) for k, s, d, p in each)
 
@@ -31,7 +34,7 @@ def _windows(layer: Windows, x: Tensor, have: Box, part: LayerView) -> Tensor:
     return layer.unfolded(padded(*fitted(x, have, part.padded_input)))
 
 
-def _blocks_footprints(layer: Blocks, dims: int) -> tuple[AccessPattern, ...]:
+def _blocks_patterns(layer: Blocks, dims: int) -> tuple[AccessPattern, ...]:
     return tuple(Scatter(f, f) for f in layer.factors(dims))
 
 
@@ -41,7 +44,7 @@ def _blocks(layer: Blocks, x: Tensor, have: Box, part: LayerView) -> Tensor:
     return taken_from(y, first, part.output.size)
 
 
-def _overlaid_footprints(layer: Overlaid, dims: int) -> tuple[AccessPattern, ...]:
+def _overlaid_patterns(layer: Overlaid, dims: int) -> tuple[AccessPattern, ...]:
     each = zip(layer.kernel, layer.stride, layer.dilation, layer.padding, layer.extra)
     return tuple(Scatter(*settings) for settings in each)
 
@@ -52,10 +55,10 @@ def _overlaid(layer: Overlaid, x: Tensor, have: Box, part: LayerView) -> Tensor:
     return taken_from(y, [a - f for a, f in zip(part.output.start, first)], part.output.size)
 
 
-FOOTPRINTS = (
-    (Slices, _slices_footprints),
-    (Windows, _windows_footprints),
-    (Blocks, _blocks_footprints),
-    (Overlaid, _overlaid_footprints),
+ACCESS_PATTERNS = (
+    (Slices, _slices_patterns),
+    (Windows, _windows_patterns),
+    (Blocks, _blocks_patterns),
+    (Overlaid, _overlaid_patterns),
 )
-RUN = ((Slices, _slices), (Windows, _windows), (Blocks, _blocks), (Overlaid, _overlaid))
+FUNCTIONS = ((Slices, _slices), (Windows, _windows), (Blocks, _blocks), (Overlaid, _overlaid))

@@ -116,13 +116,13 @@ class Spans(NamedTuple):
 
 
 def resized(
-    x: Tensor, footprints: Sequence[Resize], part: LayerView, ratio: bool = False
+    x: Tensor, access_patterns: Sequence[Resize], part: LayerView, ratio: bool = False
 ) -> Tensor:
     """Return a part of what ``F.interpolate`` makes of a whole feature map.
 
     Args:
         x: the cells of the map inside ``part.input``, (B, C, *part.input.size).
-        footprints: for each dim, the access pattern of the resize.
+        access_patterns: for each dim, the access pattern of the resize.
         part: the input box and the output box, and the sizes of the whole maps.
         ratio: True if nearest modes use the scale factor m / n, the size of the whole output
             divided by that of the whole input (:class:`distseg.models.resize.ResizeTo`). False if
@@ -144,7 +144,7 @@ def resized(
     ]
     if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         x = x.float()  # Autocast runs F.interpolate in float32.
-    shares = [_shares_of(x, footprints, spans, dim, ratio) for dim in range(len(spans))]
+    shares = [_shares_of(x, access_patterns, spans, dim, ratio) for dim in range(len(spans))]
     # Gathering cells is several times faster if the channels of each cell are adjacent.
     last, x = (lies_last(x), x.movedim(1, -1))
     # First the dim that shrinks most, so that later dims work on fewer cells.
@@ -171,21 +171,21 @@ class _Share(NamedTuple):
 
 
 def _shares_of(
-    x: Tensor, footprints: Sequence[Resize], spans: Sequence[Spans], dim: int, ratio: bool
+    x: Tensor, access_patterns: Sequence[Resize], spans: Sequence[Spans], dim: int, ratio: bool
 ) -> tuple[_Share, _Share]:
-    footprint, span = footprints[dim], spans[dim]
-    if not footprint.kernel.startswith("nearest"):
-        return _weighted(footprint, span)
+    pattern, span = access_patterns[dim], spans[dim]
+    if not pattern.kernel.startswith("nearest"):
+        return _weighted(pattern, span)
     last = len(spans) == 2 and lies_last(x) and not x.is_contiguous()
-    factor = span.m / span.n if ratio else footprint.factor
+    factor = span.m / span.n if ratio else pattern.factor
     return _nearest(
-        footprint.kernel, factor, span, len(spans), dim, str(x.dtype), x.device.type, last
+        pattern.kernel, factor, span, len(spans), dim, str(x.dtype), x.device.type, last
     )
 
 
 @lru_cache(_KEPT)
-def _weighted(footprint: Resize, span: Spans) -> tuple[_Share, _Share]:
-    taps: Taps = footprint.for_sizes(span.n, span.m)
+def _weighted(pattern: Resize, span: Spans) -> tuple[_Share, _Share]:
+    taps: Taps = pattern.for_sizes(span.n, span.m)
     places, parts = taps.shares(span.start, span.stop)
     forth = _Share(places - span.first, parts)
     return forth, _back(forth, span.have)

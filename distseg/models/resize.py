@@ -43,7 +43,7 @@ class Follows(LooksAtSize):
         """Return the layer's result (N, C, *size) for the first input ``x`` (N, C, *old)."""
         raise NotImplementedError
 
-    def footprints(self) -> tuple[AccessPattern, ...]:
+    def access_patterns(self) -> tuple[AccessPattern, ...]:
         """Return, for each dim, which cells of the first input an output cell depends on."""
         raise NotImplementedError
 
@@ -83,7 +83,7 @@ class ResizeTo(Follows):
             x, **wanted, mode=self.mode, align_corners=self.align_corners, antialias=self.antialias
         )
 
-    def footprints(self) -> tuple[Resize, ...]:
+    def access_patterns(self) -> tuple[Resize, ...]:
         kernel = kernel_of(self.mode, self.antialias)
         factors = [None] * len(self.rules) if self.factors in (None, RATIO) else self.factors
         return tuple(
@@ -133,7 +133,7 @@ class FitTo(Follows):
             return F.pad(x, pads, self.mode, self.value)
         return F.pad(x, pads, self.mode)
 
-    def footprints(self) -> tuple[Fit, ...]:
+    def access_patterns(self) -> tuple[Fit, ...]:
         return tuple(
             Fit(side, self.mode != "constant", rule) for side, rule in zip(self.sides, self.rules)
         )
@@ -156,5 +156,5 @@ class VectorAt(Follows):
     def made(self, x: Tensor, size: Sequence[int]) -> Tensor:
         return x
 
-    def footprints(self) -> tuple[Share, ...]:
+    def access_patterns(self) -> tuple[Share, ...]:
         return tuple(Share(rule) for rule in self.rules)

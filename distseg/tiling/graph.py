@@ -25,8 +25,8 @@ class Node:
     Attributes:
         name: the name of the layer.
         inputs: numbers of the feature maps that the layer reads.
-        footprints: for each dim, the access pattern of the layer on its first input. Empty if an
-            output cell reads only the cell at its own position of the first input. Of each other
+        access_patterns: for each dim, the access pattern of the layer on its first input. Empty if
+            an output cell reads only the cell at its own position of the first input. Of each other
             input, an output cell always reads only the cell at its own position.
         like: number of the map whose size the result takes, as in resizing to the size of another
             map. The layer reads only the size of this map. None if the inputs determine the size.
@@ -36,7 +36,7 @@ class Node:
 
     name: str
     inputs: tuple[int, ...]
-    footprints: tuple[AccessPattern, ...] = ()
+    access_patterns: tuple[AccessPattern, ...] = ()
     like: int | None = None
     placed: bool = False
 
@@ -55,26 +55,26 @@ class Node:
     @property
     def simple(self) -> bool:
         """True if every output cell depends on one input cell (a pointwise layer)."""
-        return not (self.footprints or self.joins)
+        return not (self.access_patterns or self.joins)
 
     def along(self, dim: int) -> AccessPattern | None:
         """Return the access pattern of the first input along a dim, or None if it is pointwise."""
-        return self.footprints[dim] if self.footprints else None
+        return self.access_patterns[dim] if self.access_patterns else None
 
     @property
     def follows(self) -> int:
         """The number of the map that determines the size of the result."""
         if self.like is not None:
             return self.like
-        return self.first if self.footprints else self.inputs[-1]
+        return self.first if self.access_patterns else self.inputs[-1]
 
     def size(self, dim: int, sizes: Sequence[int]) -> int:
         """Return the size of the node's result along a dim, in cells.
 
         ``sizes`` are the sizes along this dim of the image and of all earlier nodes' results.
         """
-        footprint, n = self.along(dim), sizes[self.follows]
-        return n if footprint is None else footprint.size(n)
+        pattern, n = self.along(dim), sizes[self.follows]
+        return n if pattern is None else pattern.size(n)
 
     @property
     def sized(self) -> bool:
@@ -83,7 +83,7 @@ class Node:
         If a window is taken as an image of its own, the node's result may then differ from its
         result on that part of the whole image.
         """
-        return self.placed or any(footprint.sized for footprint in self.footprints)
+        return self.placed or any(pattern.sized for pattern in self.access_patterns)
 
 
 class Graph(Sequence[Node]):

@@ -420,9 +420,9 @@ def _cut(
                 f"but its last input has {n} cells, and none may have fewer (longer inputs are "
                 f"cut): pad or resize the feature map of {short} cells"
             )
-        footprint, cuts = node.along(dim), maps[node.first][1]
+        pattern, cuts = node.along(dim), maps[node.first][1]
         followed, like = maps[node.follows]
-        if footprint is None or node.like is not None and sizes[number + 1] == followed:
+        if pattern is None or node.like is not None and sizes[number + 1] == followed:
             maps.append((followed, like))
         else:
             maps.append(
@@ -499,7 +499,7 @@ def exchange_points(
                 eaten = 0 if bare else eaten  # an unavoidable exchange restarts the count
                 behind, bare = True, False
             eaten, fused = eaten + 1, number in small
-        if every == "level" and any(f.pixels(Fraction(1)) != 1 for f in node.footprints):
+        if every == "level" and any(f.pixels(Fraction(1)) != 1 for f in node.access_patterns):
             eaten = 0
         since.append(_Since(eaten, fused, behind, bare))
     return points
@@ -602,6 +602,6 @@ def scales_of(graph: Graph, dim: int) -> list[Fraction]:
     """Return, for each map, the number of image pixels per cell along a dim."""
     found = [Fraction(1)]
     for node in graph:
-        footprint, before = node.along(dim), found[node.follows]
-        found.append(before if footprint is None else footprint.pixels(before))
+        pattern, before = node.along(dim), found[node.follows]
+        found.append(before if pattern is None else pattern.pixels(before))
     return found

@@ -169,11 +169,11 @@ def input_of(node: Node, dim: int, output: Span, n: int, m: int) -> tuple[Span, 
         padding repeats. The second is what the node reads, in which padding counts as cells before
         0 and from ``n`` on.
     """
-    footprint = node.along(dim)
-    if footprint is None:
+    pattern = node.along(dim)
+    if pattern is None:
         return inside(output, n), inside(output, n)
-    padded = footprint.for_sizes(n, m).needs(*output)
-    return inside(padded, n, footprint.mirrored), padded if footprint.beyond else inside(padded, n)
+    padded = pattern.for_sizes(n, m).needs(*output)
+    return inside(padded, n, pattern.mirrored), padded if pattern.beyond else inside(padded, n)
 
 
 def hull(one: Span, other: Span) -> Span:

@@ -1,4 +1,4 @@
-"""Start and end of a command that runs on all ranks: watchdog, equal settings, communicator."""
+"""Start and end of a command that runs on all ranks: guardian, equal settings, communicator."""
 
 from __future__ import annotations
 

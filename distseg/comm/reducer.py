@@ -149,7 +149,7 @@ class LoneReducer:
     name = "none"
 
     def sum(self, buckets: list[Tensor]) -> None:
-        pass
+        """Do nothing: the gradients of a single replica are their own sum."""
 
 
 class TransportReducer:
@@ -171,6 +171,10 @@ class TransportReducer:
         self._buffers: dict[torch.device, Buffers] = {}
 
     def sum(self, buckets: list[Tensor]) -> None:
+        """Replace each flat bucket by its sum over the replicas, in place.
+
+        All replicas must call it together. It returns when the sums have arrived.
+        """
         under_way: deque[Callable[[], None]] = deque()
         for bucket in buckets:
             under_way.append(self._start(bucket))
@@ -221,6 +225,10 @@ class HorovodReducer:
         self.process_set, self.waits, self.fp16 = process_set, waits, fp16
 
     def sum(self, buckets: list[Tensor]) -> None:
+        """Replace each flat bucket by its sum over the replicas, in place.
+
+        All replicas must call it together. It returns when the sums have arrived.
+        """
         import horovod.torch as hvd
 
         # The list is empty for a pipeline stage without weights.

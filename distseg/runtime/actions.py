@@ -10,7 +10,13 @@ from distseg.runtime.operations import Operation
 
 @dataclass(frozen=True)
 class Action(Operation):
-    """Action of a pipeline schedule: the work of one stage on one micro-batch."""
+    """Action of a pipeline schedule: the work of one stage on one micro-batch.
+
+    Attributes:
+        stage: the number of the stage.
+        micro_batch: the number of the micro-batch.
+        kind: ``forward``, ``backward`` or ``weight``.
+    """
 
     stage: int
     micro_batch: int

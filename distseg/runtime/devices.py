@@ -1,8 +1,8 @@
 """Runs several stages in one process, each on its own device, with torchgpipe.
 
 torchgpipe provides the schedule, the portals for skips and the checkpointing (Kim et al. 2020,
-arXiv 2004.09910). The placements over ranks need one process per stage; this one needs one process
-in all. The micro-batches of a step enter as one batch, which torchgpipe splits again::
+arXiv 2004.09910). Pipelines over ranks have a process per stage; here one process runs all stages.
+The micro-batches of a step enter as one batch, which torchgpipe splits again::
 
     devices[0]   0 1 2 3                3' 2' 1' 0'        a thread a device in the forward pass,
     devices[1]     0 1 2 3          3' 2' 1' 0'            autograd's thread in the backward pass
@@ -31,7 +31,7 @@ from distseg.tiling.tile_batch import MicroBatch
 def devices_of(
     pipeline: PipelineConfig, device: torch.device, gpus: int | None = None
 ) -> list[torch.device]:
-    """Return the device of each stage with ``placement: devices``, else a list of ``device`` alone.
+    """Return the devices of this rank: one per stage with ``placement: devices``, otherwise one.
 
     Args:
         pipeline: the settings of the pipeline.
@@ -121,7 +121,11 @@ def check_there(pipeline: PipelineConfig) -> None:
 
 
 def stages_of(pipeline: PipelineConfig) -> int:
-    """Return the number of stages for ``placement: devices``, from the devices or the balance."""
+    """Return the number of stages that ``placement: devices`` puts on one rank.
+
+    It is the number of entries of ``pipeline.devices``, or of ``pipeline.balance`` without that
+    setting.
+    """
     return len(pipeline.devices or pipeline.balance)
 
 

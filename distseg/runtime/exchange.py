@@ -45,6 +45,9 @@ class TrueReach(ReceptiveField):
 
     The attribute ``halo`` may therefore be too small for some images. Use :meth:`window` instead,
     which computes the exact window of a tile for an image of any size.
+
+    Attributes:
+        exchange: the halo exchange, whose layouts give the windows.
     """
 
     exchange: Exchange

@@ -1,6 +1,6 @@
-"""Chooses the tiles that keep their graph from the forward to the backward pass.
+"""Chooses the tiles that keep their autograd graph from the forward to the backward pass.
 
-All other tiles are computed twice.
+The forward pass of every other tile is repeated before its backward pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Weighed(NamedTuple):
 def keeping(
     program: Sequence[Operation], weigh: Callable[[TileOperation], Weighed], budget: float
 ) -> list[Operation]:
-    """Return the program in which as many tiles keep their graphs as ``budget`` bytes allow.
+    """Return ``program`` with as many tiles keeping their autograd graphs as fit into ``budget``.
 
     Tiles are considered in order. At every operation the kept graphs and the current tile together
     fit into ``budget``.
@@ -56,7 +56,7 @@ def keeping(
 
 
 def keeping_all(program: Sequence[Operation]) -> list[Operation]:
-    """Return the program in which all tiles keep their graphs."""
+    """Return ``program`` with all tiles keeping their autograd graphs."""
     return [replace(op, kept=True) if isinstance(op, KeptTile) else op for op in program]
 
 

@@ -48,7 +48,11 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Step that starts a group of sends and receives together."""
+    """Step that starts a group of sends and receives together.
+
+    Attributes:
+        messages: the messages that this rank sends or receives.
+    """
 
     messages: tuple[Message, ...]
 
@@ -179,7 +183,7 @@ def _check_alike(one: Sequence[str], other: Sequence[str], text: str) -> None:
     """Refuse two lists that differ.
 
     Args:
-        one, other: the lists, of which the shorter one is continued by ``nothing``.
+        one, other: the lists. An entry that the shorter list lacks counts as ``nothing``.
         text: the error, with three ``{}`` for the position (from 1) and the two differing entries.
     """
     for place in range(max(len(one), len(other))):
@@ -243,7 +247,7 @@ class _Run:
             )
 
     def _advance(self, rank: int) -> bool:
-        """Run the steps of a rank up to the first that must wait; return True if one began."""
+        """Run the steps of a rank up to the first that must wait; return True if any step began."""
         moved, program = False, self.programs[rank]
         while self._at[rank] < len(program):
             step = program[self._at[rank]]

@@ -238,7 +238,7 @@ _NEARLY = 1.125
 class VectorMap:
     """Stored vector of the image, such as its channel means, used in place of a :class:`Map`.
 
-    Every tile reads the same vector, so the methods ignore their argument ``box``.
+    The methods are those of :class:`Map`. Every tile reads the same vector, so they ignore ``box``.
 
     Args:
         box: the box that a :class:`Map` would store.

@@ -83,7 +83,12 @@ class Send(EdgeOperation):
 
 @dataclass(frozen=True)
 class Recompute(Operation):
-    """Repeated forward pass of a stage whose activations were not kept."""
+    """Repeated forward pass of a stage whose activations were not kept.
+
+    Attributes:
+        micro_batch: the number of the micro-batch.
+        stage: the number of the stage.
+    """
 
     micro_batch: int
     stage: int
@@ -175,7 +180,7 @@ class BackwardTile(KeptTile):
 
 @dataclass(frozen=True)
 class MapOperation(Operation):
-    """Operation on one feature map, whose number is ``tensor_id``."""
+    """Operation on one feature map of a micro-batch, whose number is ``tensor_id``."""
 
     micro_batch: int
     tensor_id: int
@@ -288,7 +293,8 @@ class SendGradRows(SendRows):
 class Loss(Operation):
     """Computation of the loss gradient from the partial sums of all ranks.
 
-    All ranks must run this operation together.
+    All ranks must run this operation together. ``micro_batch`` is the number of the micro-batch
+    whose backward pass comes next.
     """
 
     micro_batch: int

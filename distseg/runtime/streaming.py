@@ -82,7 +82,7 @@ _CPU = torch.device("cpu")
 
 
 class Sizes(Protocol):
-    """Interface to the bytes that feature maps take, and that the passes of a tile take."""
+    """Interface of a memory model: the bytes of feature maps, and of the passes of a tile."""
 
     def bytes_of(self, tensor_id: int, box: Box, images: int) -> int:
         """Return the size in bytes of the part ``box`` of a feature map of ``images`` images."""
@@ -96,7 +96,7 @@ class Sizes(Protocol):
         """
 
     def weigh(self, boxes: TilePlan, images: int) -> Weighed:
-        """Return the bytes that :meth:`kept` returns together with the peak of the tile's passes.
+        """Return the memory of a tile: the bytes of :meth:`kept`, and the peak bytes of its passes.
 
         Args:
             boxes: the boxes of the tile in each layer.
@@ -263,7 +263,7 @@ class StreamingExecutor:
         )
 
     def keeping(self, program: Sequence[Operation], plans: Sequence[StagePlan]) -> list[Operation]:
-        """Return the program in which as many tiles keep their graphs as the budget allows.
+        """Return ``program`` with as many tiles keeping their autograd graphs as the budget allows.
 
         All tiles keep their graphs if the executor has no budget.
 
@@ -636,6 +636,10 @@ class MicroBatchRun:
 
     @torch.enable_grad()
     def backward(self, op: BackwardTile) -> None:
+        """Run a tile's backward pass; repeat its forward pass first if its graph was not kept.
+
+        The gradients of the windows that the tile read are added to the stored gradients.
+        """
         stop = self.segments[op.segment].result
         g = self._gradient(op.block, stop, op.box)
         if op.kept:
@@ -779,6 +783,7 @@ class MicroBatchRun:
 
     @torch.no_grad()
     def measure(self, op: Measure) -> None:
+        """Collect the moments of a feature map for the norms that read it (:class:`Measure`)."""
         for i in self._blocks():
             for box in strips(
                 self.grid.computed(i, op.tensor_id), _CELLS if op.tensor_id else _PIXELS
@@ -797,16 +802,19 @@ class MicroBatchRun:
 
     @torch.no_grad()
     def statistic(self, op: Statistic) -> None:
+        """Compute the statistics of the norms that read a feature map (:class:`Statistic`)."""
         for number in self._norms_of(op.tensor_id):
             norm = self.layers[number]
             self.norms[number] = norm.pending(norm.statistics(self._moments.pop(number)))
 
     def finalize_statistics(self, op: FinalizeStatistics) -> None:
+        """Sum the gradients of norms' statistics over all tiles (:class:`FinalizeStatistics`)."""
         for number in self._norms_of(op.tensor_id):
             self.norms[number].finalize()
 
     @torch.no_grad()
     def apply_statistics_grad(self, op: ApplyStatisticsGrad) -> None:
+        """Add the statistics' gradient to a stored gradient (:class:`ApplyStatisticsGrad`)."""
         for i in self._blocks():
             self._wait_for_rows(i, op.tensor_id)
             gradient, stored = self.gradients[i, op.tensor_id], self.maps[i, op.tensor_id]
@@ -846,6 +854,7 @@ class MicroBatchRun:
     # Communication between ranks
 
     def fetch_halo(self, op: FetchHalo) -> None:
+        """Fill the halo of a stored feature map with cells of other ranks (:class:`FetchHalo`)."""
         for i in self._blocks():
             self._wait_for_rows(i, op.tensor_id)
         self.executor.halos.fetch(
@@ -856,6 +865,7 @@ class MicroBatchRun:
         )
 
     def send_halo_grad(self, op: SendHaloGrad) -> None:
+        """Send the gradient of a halo to the ranks that own its cells (:class:`SendHaloGrad`)."""
         self.executor.halos.send_grad(
             op.tensor_id,
             self.grid.layouts,
@@ -864,6 +874,7 @@ class MicroBatchRun:
         )
 
     def recv_rows(self, op: RecvRows) -> None:
+        """Start to receive a feature map that another rank computes (:class:`RecvRows`)."""
         for i in self._blocks():
             coming = Receiving(
                 self.grid.computed(i, op.tensor_id),
@@ -874,6 +885,7 @@ class MicroBatchRun:
             )
 
     def recv_grad_rows(self, op: RecvGradRows) -> None:
+        """Start to receive the gradient that a reader of a map returns (:class:`RecvGradRows`)."""
         for i in self._blocks():
             box = self.grid.computed(i, op.tensor_id)
             coming = Receiving(
@@ -887,6 +899,7 @@ class MicroBatchRun:
             )
 
     def send_rows(self, op: SendRows) -> None:
+        """Send the rows of a feature map that are final now to its readers (:class:`SendRows`)."""
         key = op.block, op.tensor_id
         if key not in self._sending:
             readers = self.plan.readers[op.tensor_id]
@@ -902,6 +915,7 @@ class MicroBatchRun:
     def send_grad_rows(self, op: SendGradRows) -> None:
         # Tile batches are sent in order. Rows of a small batch may become final only after rows of
         # the next batch.
+        """Send the gradient rows that are final now to the map's maker (:class:`SendGradRows`)."""
         for i in range(op.block + 1):
             if (i, op.tensor_id) not in self._sending_grads:
                 gradient = self.gradients[i, op.tensor_id]
@@ -939,12 +953,14 @@ class MicroBatchRun:
     # Stored feature maps
 
     def drop(self, op: Drop) -> None:
+        """Release a stored feature map, once its rows have arrived and are sent (:class:`Drop`)."""
         for i in self._blocks():
             self._wait_for_rows(i, op.tensor_id)  # Rows that no window reads arrive too.
             self._wait_sent(i, op.tensor_id)
             self._close(self.maps, i, op.tensor_id)
 
     def drop_gradient(self, op: DropGradient) -> None:
+        """Release the stored gradients of a feature map (:class:`DropGradient`)."""
         for i in self._blocks():
             self._close(self.gradients, i, op.tensor_id)
             for incoming in self._recv_grads.pop((i, op.tensor_id), ()):

@@ -120,6 +120,7 @@ class StagePlan:
 
     @property
     def blocks(self) -> int:
+        """Number of tile batches of the micro-batch."""
         return self.grid.blocks
 
     def is_barrier(self, tensor_id: int) -> bool:
@@ -135,6 +136,7 @@ class StagePlan:
 
     @property
     def stages(self) -> list[int]:
+        """Numbers of the stages whose segments this rank runs, in increasing order."""
         return sorted({self.segments[s].stage for s in self.mine})
 
     @cached_property

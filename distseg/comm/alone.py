@@ -12,6 +12,7 @@ class Complete:
     """Request that is complete from the beginning."""
 
     def Test(self) -> bool:
+        """Return True."""
         return True
 
 

@@ -156,6 +156,7 @@ class Rank:
         return os.pread(self.stacks, 1 << 20, before).decode(errors="replace")
 
     def kill(self) -> None:
+        """End the process by SIGKILL, if it still exists."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int, send=os.kill) -> None:
@@ -349,9 +350,11 @@ class Lines:
         connection.settimeout(2.0)
 
     def fileno(self) -> int:
+        """Return the descriptor of the socket, by which ``select`` waits for it."""
         return self.connection.fileno()
 
     def send(self, what: dict) -> bool:
+        """Send a JSON object; return False if the connection is broken."""
         try:
             self.connection.sendall(json.dumps(what).encode() + b"\n")
         except OSError:
@@ -404,6 +407,7 @@ class Guardian:
         self.judged = 0.0  # seconds since this guardian found a reason to end the job
 
     def run(self) -> None:
+        """Watch the rank until its process ends, or until this guardian has ended it."""
         last = time.monotonic()
         while True:
             tick = min(1.0, max(0.02, self.rank.limit / 8)) if self.rank.limit else 1.0
@@ -678,6 +682,7 @@ def _addresses() -> list[str]:
 def main() -> None:
     # The rank's pid is an argument, because getppid() would be another process if the rank ended
     # at once.
+    """Run the guardian whose shared memory, stacks file, rank and pid ``sys.argv`` gives."""
     memory, stacks, number, watched = map(int, sys.argv[1:])
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # These signals are meant for the rank.

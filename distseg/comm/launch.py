@@ -184,7 +184,12 @@ def first_on_node(comm) -> bool:
 
 
 class Resources(NamedTuple):
-    """Device and CPU threads of a rank."""
+    """Device and CPU threads of a rank.
+
+    Attributes:
+        device: the device on which the rank computes.
+        threads: the number of CPU threads, and the reason for it.
+    """
 
     device: torch.device
     threads: Threads

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a job. A field is None if the launcher does not give it."""
+    """One process of a job. A field is None if the launcher does not give it.
+
+    Attributes:
+        rank: number of the process in the job, from 0.
+        size: number of processes of the job.
+        local_rank: number of the process among the job's processes on its node, from 0.
+        local_size: number of the job's processes on its node.
+    """
 
     rank: int
     size: int | None
@@ -39,6 +46,7 @@ class Launcher:
 
     Attributes:
         name: the launcher's name, for messages.
+        rank, size, local_rank, local_size: the variables for the fields of :class:`Process`.
     """
 
     name: str
@@ -129,9 +137,9 @@ def identify(environment: Mapping[str, str] = os.environ) -> Process:
     """Return this process as described by its launcher; without a launcher, as rank 0 of 1.
 
     The launcher is the first entry of ``LAUNCHERS`` whose variables for rank and size are both set.
-    If there is none, it is the first entry whose variable for the rank is set. A rank of 0 does not
-    count then if the launcher has a variable for the size: this process is a batch script, which
-    the launcher did not start.
+    If no entry has both, it is the first entry whose variable for the rank is set. There is one
+    exception: if the rank is 0 and the launcher has a variable for the size, which is not set, the
+    process is a batch script that the launcher did not start.
     """
     return found(environment)[1]
 

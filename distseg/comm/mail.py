@@ -27,6 +27,8 @@ class Form:
     """Shape, dtype and memory format of a tensor, which a receiver needs to allocate it.
 
     Attributes:
+        shape: the shape.
+        dtype: the dtype.
         channels_last: True if the channels are last in memory.
     """
 
@@ -36,6 +38,7 @@ class Form:
 
     @classmethod
     def from_tensor(cls, x: Tensor) -> Form:
+        """Return the form of a dense tensor."""
         return cls(
             tuple(x.shape),
             x.dtype,
@@ -43,12 +46,14 @@ class Form:
         )
 
     def empty(self, device) -> Tensor:
+        """Return a tensor of this form on ``device``, without initial values."""
         return torch.empty(
             self.shape, dtype=self.dtype, device=device, memory_format=self.memory_format
         )
 
     @property
     def bytes(self) -> int:
+        """Size in bytes of a tensor of this form."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def within(self, buffer: Tensor) -> Tensor:
@@ -65,6 +70,7 @@ class Form:
 
     @property
     def memory_format(self) -> torch.memory_format:
+        """PyTorch's memory format of a tensor of this form."""
         return channels_last(len(self.shape)) if self.channels_last else torch.contiguous_format
 
     def __str__(self) -> str:

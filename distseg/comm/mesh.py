@@ -23,10 +23,9 @@ from distseg.config.sizes import Size
 
 
 class Members(NamedTuple):
-    """Members of each communicator to which one rank belongs.
+    """Ranks of each communicator to which one rank belongs, by their numbers in the job.
 
-    A field lists the ranks of the communicator by their numbers in the job. :class:`Mesh` explains
-    the communicators.
+    The fields have the names of the communicators of :class:`Mesh`.
     """
 
     pipeline: tuple[int, ...]

@@ -84,7 +84,7 @@ class Buffers:
         return buffer[:size]
 
     def give(self, buffer: Tensor, read_by_stream: bool = False) -> None:
-        """Take back a buffer from :meth:`take`, for later messages.
+        """Put a buffer from :meth:`take` back into the pool, for later messages.
 
         MPI must no longer use it, and all work that reads it must be queued on the stream.
 

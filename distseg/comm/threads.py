@@ -17,7 +17,12 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the first one that is set 
 
 @dataclass(frozen=True)
 class Threads:
-    """Number of CPU threads of a rank, and the reason for this number."""
+    """Number of CPU threads of a rank, and the reason for this number.
+
+    Attributes:
+        count: the number of threads.
+        why: the reason, as the words of a log line.
+    """
 
     count: int
     why: str

@@ -20,17 +20,23 @@ _PORTS = range(15000, 30000)  # below the ports that systems give to clients
 
 
 class Choice(NamedTuple):
-    """A transport, and the reason for it."""
+    """A transport, and the reason for it.
+
+    Attributes:
+        transport: ``mpi``, ``torch`` or ``alone``.
+        why: the reason, as the words of a log line.
+    """
 
     transport: str
     why: str
 
 
 class Address(NamedTuple):
-    """Meeting point of the ranks of torch.distributed.
+    """Address of the key-value store through which the ranks of torch.distributed find each other.
 
     Attributes:
-        hosted: True if the launcher listens at this address. Otherwise rank 0 has to listen.
+        host, port: the host and the TCP port.
+        hosted: True if the launcher runs the store. Otherwise rank 0 has to run it.
     """
 
     host: str

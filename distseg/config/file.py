@@ -50,6 +50,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
+        """The setting as a flag of the command line, such as ``--mesh.tiles=1x2``."""
         return f"--{self.name}={self.value}"
 
 
@@ -75,7 +76,7 @@ def is_mapping(name: str) -> bool:
 
 
 def listed(name: str, value: str) -> str:
-    """Return the value of a setting in brackets if the setting is a list of names without them.
+    """Put brackets around a list of names that the user wrote without them.
 
     So ``cog,gpkg`` is read as ``["cog", "gpkg"]``, and ``gpkg`` as ``["gpkg"]``. The value of any
     other setting is returned as it is.

@@ -136,7 +136,8 @@ class StepLoader:
         pixels: True to read the pixels. In a pipeline, only the first stage needs them.
         labels: True to read the labels. In a pipeline, only the last stage needs them.
         streaming: True to yield :class:`LazyTileBatch`, which reads its parts during the step.
-        context: the context of crops (:func:`distseg.data.surroundings.box_around`); None for none.
+        context: the least context of each crop, the pixels around it that the network sees
+            (:func:`distseg.data.surroundings.box_around`); None if crops have no context.
 
     Raises:
         ValueError: an image of the split has no labels, or is too small for the grid.

@@ -139,7 +139,8 @@ def epoch_samples(
         seed: seed of order, crops and augmentation.
         epoch: number of the epoch, which changes all random numbers.
         batch: number of samples of a step, over all sample groups and micro-batches.
-        context: the context of crops (:func:`distseg.data.surroundings.box_around`); None for none.
+        context: the least context of each crop, the pixels around it that the network sees
+            (:func:`distseg.data.surroundings.box_around`); None if crops have no context.
 
     Raises:
         ValueError: the split is unknown, the crop and an image differ in their number of dims, or
@@ -170,7 +171,8 @@ def sample_sizes(
     Args:
         store: the store.
         data: the settings of the section ``data``.
-        context: the context of crops; None for none.
+        context: the least context of each crop (:func:`distseg.data.surroundings.box_around`); None
+            if crops have no context.
         split: the name of the split.
     """
     if context is None or data.crop is None:

@@ -79,9 +79,11 @@ class Gather(AccessPattern):
     """The access pattern of a convolution, pooling or padding.
 
     Attributes:
+        kernel, stride, dilation: those of the layer along this dim.
         before, after: number of cells of padding before and after the map.
         ceil: True if a last kernel window that extends beyond the map makes an output too
             (``ceil_mode``).
+        mirrored: True if the padding repeats cells of the map.
     """
 
     kernel: int = 1
@@ -147,6 +149,7 @@ class Scatter(AccessPattern):
     """The access pattern of a transposed convolution or of nearest up-sampling.
 
     Attributes:
+        kernel, stride, dilation: those of the layer along this dim.
         before: number of cells that are cut off at each end of the output (``padding``).
         extra: number of cells by which the output is longer at its end (``output_padding``).
     """
@@ -159,6 +162,7 @@ class Scatter(AccessPattern):
 
     @property
     def span(self) -> int:
+        """The number of output cells from the first to the last tap of the kernel."""
         return self.dilation * (self.kernel - 1) + 1
 
     def size(self, n: int) -> int:
@@ -197,6 +201,7 @@ class Interpolate(AccessPattern):
 
     @property
     def stride(self) -> int:
+        """The number of outputs per input; the same as ``factor``."""
         return self.factor
 
     def size(self, n: int) -> int:

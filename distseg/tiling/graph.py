@@ -42,6 +42,7 @@ class Node:
 
     @property
     def first(self) -> int:
+        """The number of the first feature map that the layer reads."""
         return self.inputs[0]
 
     @property

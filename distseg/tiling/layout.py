@@ -84,8 +84,8 @@ class Layout:
             (``level``), or not at all (``all``).
         fuse_below: consecutive layers that read beyond their tile share one exchange if their tiles
             have fewer cells than this along some dim.
-        stored: the nodes whose first input is stored for other reasons too. Tiles exchange before
-            such a node instead of after the pointwise layers that begin with it.
+        stored: the nodes whose first input is stored in any case. If only pointwise layers lie
+            between such a node and an exchange, the exchange moves back to this node.
 
     Attributes:
         sizes: size of each map.
@@ -256,7 +256,7 @@ class TileCells(NamedTuple):
 
     Attributes:
         input: cells of the node's first input from which the tile computes its part of the result.
-        had: those of them that the tile has before it receives a halo from other tiles.
+        had: cells of ``input`` that the tile has before it receives a halo from other tiles.
         output: cells of the result that the tile computes.
     """
 

@@ -38,10 +38,12 @@ class Box:
 
     @property
     def size(self) -> tuple[int, ...]:
+        """Number of cells along each dim."""
         return tuple(b - a for a, b in zip(self.start, self.stop))
 
     @property
     def pixels(self) -> int:
+        """Number of cells of the box."""
         return math.prod(self.size)
 
     @cached_property
@@ -54,6 +56,7 @@ class Box:
         return self.shifted(tuple(-o for o in origin.start))
 
     def shifted(self, offset) -> Box:
+        """Return the box, moved by ``offset`` cells along each dim."""
         return Box(
             tuple(a + o for a, o in zip(self.start, offset)),
             tuple(b + o for b, o in zip(self.stop, offset)),
@@ -72,6 +75,7 @@ class Box:
         return Box(tuple(map(min, self.start, other.start)), tuple(map(max, self.stop, other.stop)))
 
     def contains(self, other: Box) -> bool:
+        """Return True if all cells of the box ``other`` lie in this box."""
         return all(
             a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop)
         )

@@ -59,6 +59,7 @@ class Facts:
 
     @property
     def streaming(self) -> bool:
+        """True if ranks stream tiles in training."""
         return self.config.streaming.active
 
     @property
@@ -68,10 +69,12 @@ class Facts:
 
     @property
     def on_devices(self) -> bool:
+        """True if the stages lie on the devices of one rank (``pipeline.placement: devices``)."""
         return self.config.pipeline.placement == "devices"
 
     @property
     def windows(self) -> bool:
+        """True if norms take each window as an image of its own (``approximate.norms: window``)."""
         return self.config.approximate.norms == "window"
 
     @property
@@ -333,7 +336,7 @@ def check_auto(
     pipeline: PipelineConfig,
     spatial: SpatialConfig,
 ) -> None:
-    """Refuse settings beside ``mesh.layout: auto`` that the choice of a layout does not know.
+    """Refuse settings that ``mesh.layout: auto`` would ignore when it chooses a layout.
 
     Args:
         streaming, approximate, pipeline, spatial: the sections that may have such settings.

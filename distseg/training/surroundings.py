@@ -13,7 +13,9 @@ from distseg.tiling.tile import ReceptiveField
 
 
 def context_of(model: nn.Module, data: DataBase) -> ReceptiveField | None:
-    """Return the context of crops as a halo, with the network's stride; None for no context.
+    """Return the least context of each crop and the network's stride; None if crops have none.
+
+    The context is the pixels around a crop that the network sees.
 
     Args:
         model: the network, plain or captured. The stride of a network that is not captured as a

@@ -170,7 +170,8 @@ class StoreImages:
         seed: the seed of the order of images, crops and augmentation.
         batch: number of images that every step takes.
         step: the number of the step, counted from the beginning of the training.
-        context: the context of crops; None for none.
+        context: the least context of each crop, the pixels around it that the network sees
+            (:func:`distseg.data.surroundings.box_around`); None if crops have no context.
 
     Attributes:
         epoch: the epoch of the step.
@@ -348,9 +349,10 @@ class Prepared(NamedTuple):
     Attributes:
         config: the settings, including those that follow from the images.
         model: the plain model.
-        size: the size of a sample in pixels; of several sizes the largest.
+        size: the size of a sample in pixels; the largest one if samples differ in size.
         store: the store of the images; None for random images.
-        context: the context of crops of the store; None for none.
+        context: the least context of each crop, as in :class:`StoreImages`; None if crops have no
+            context.
     """
 
     config: Config

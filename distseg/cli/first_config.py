@@ -64,6 +64,7 @@ class TrainingData:
 
     @property
     def dims(self) -> int:
+        """Number of spatial dims of the images."""
         return len(self.sizes[0])
 
     @property
@@ -117,7 +118,13 @@ class Computer:
 
 
 class Choice(NamedTuple):
-    """A setting with its value, and the reason for the value in a short line."""
+    """A setting that was chosen.
+
+    Attributes:
+        setting: the name of the setting, such as ``optim.lr``.
+        value: its value.
+        why: the reason for the value in a short line, for a comment in the config.
+    """
 
     setting: str
     value: Any

@@ -74,7 +74,11 @@ class Turn:
 class Colour:
     """Change of colours, as by other light or another sensor: a gain and an offset for each band.
 
-    It is applied to normalised images, so an offset is in standard deviations of the band.
+    It is applied to normalised images.
+
+    Attributes:
+        gains: the factor of each band.
+        offsets: the offset of each band, in standard deviations of the band.
     """
 
     gains: tuple[float, ...]

@@ -35,7 +35,10 @@ _MOST_BANDS = 4  # at most this number of pages of unknown meaning are taken for
 
 @dataclass(frozen=True)
 class Pair:
-    """An image file, its mask file if it has one, and facts from their headers, such as size."""
+    """An image file, its mask file if it has one, and facts from their headers, such as size.
+
+    One file may give several pairs: slices of a volume (``page``) or parts of an image (``part``).
+    """
 
     name: str
     split: str
@@ -390,7 +393,7 @@ def notes_on_pairs(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _notes(pair: Pair) -> tuple[str, ...]:
-    """Return the notes on the image of a pair."""
+    """Return notes for the user on a pair's image: phrases that follow the file's name."""
     if pair.polygons != 0:
         return pair.notes
     return (*pair.notes, "has no polygon: all its pixels have the value 0 in the mask")

@@ -19,7 +19,7 @@ _STRIP_PIXELS, _ROWS = 4 << 20, 256
 
 
 class Values:
-    """Set of the values in the masks of one split. Masks are read only as far as needed.
+    """Set of the values in the masks of one split. Masks are read only as :meth:`hold` needs them.
 
     ``seen`` contains the values that were found until now.
 

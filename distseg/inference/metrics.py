@@ -95,10 +95,12 @@ def quadratic_kappa(matrix: np.ndarray) -> float | None:
 
 
 def ratio(part: float, whole: float) -> float | None:
+    """Return part / whole, or None if ``whole`` is 0."""
     return float(part / whole) if whole else None
 
 
 def mean(values) -> float | None:
+    """Return the mean of the values that are not None; None if there are none."""
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else None
 

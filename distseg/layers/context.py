@@ -65,14 +65,16 @@ class Context:
     """Function that takes the skips of a tile batch and returns a context manager, in which all
     layers but norms are called."""
     seed: int = 0
+    """The value of ``train.seed``, on which dropout masks depend."""
     epoch: int = 0
+    """The number of the epoch, on which dropout masks depend."""
     _pass: _Pass = field(default_factory=_Pass, init=False, repr=False, compare=False)
 
     @property
     def places(self) -> list[TilePlacement]:
         """Placements of the windows of this forward pass, one for each window of this rank.
 
-        To assign them begins a new pass, whose ``regions`` are not known yet (None).
+        Assign them to begin a new pass, whose ``regions`` are not known yet (None).
         """
         return self._pass.places
 

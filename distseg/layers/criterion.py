@@ -148,14 +148,17 @@ class WeightedSum(Criterion):
 
     @property
     def sums(self) -> int:
+        """Number of partial sums of all criteria together."""
         return sum(part.sums for _, part in self.parts)
 
     @property
     def linear(self) -> bool:
+        """True if all criteria are linear."""
         return all(part.linear for _, part in self.parts)
 
     @property
     def ignore_index(self) -> int | None:
+        """The ``ignore_index`` of the criteria; None if they have different ones."""
         found = {part.ignore_index for _, part in self.parts}
         return found.pop() if len(found) == 1 else None
 

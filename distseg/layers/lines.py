@@ -303,7 +303,8 @@ class _Variance(_Mean):
 class _LogSumExp(_Mean):
     """Log of the sum of exponentials of the cells at each position of a line.
 
-    In its moments, ``mean`` holds the maximum and ``m2`` the sum of exp(x - maximum).
+    It is computed from two numbers, which are stored in the fields of :class:`Moments`: ``mean``
+    holds the maximum and ``m2`` the sum of exp(x - maximum).
     """
 
     def nothing(self, zeros: Tensor) -> Moments:
@@ -330,8 +331,9 @@ class _LogSumExp(_Mean):
 class _Max(_Mean):
     """Maximum of the cells at each position of a line.
 
-    In its moments, ``mean`` holds the maximum. If ``layer.first`` is True, ``m2`` holds the index
-    (``numbers``) of the first cell with the maximum, otherwise the number of cells that have it.
+    Two numbers are stored in the fields of :class:`Moments`. ``mean`` holds the maximum. ``m2``
+    holds the index (``numbers``) of the first cell with the maximum if ``layer.first`` is True,
+    otherwise the number of cells that have it.
     """
 
     def nothing(self, zeros: Tensor) -> Moments:

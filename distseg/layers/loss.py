@@ -33,6 +33,12 @@ from distseg.layers.criterion import Criterion
 class Term:
     """Base class of the terms of a loss, such as cross-entropy.
 
+    A subclass has three methods. ``partial_sums(logits, labels)`` returns the partial sums (sums,)
+    of one image's tile, with logits (1, C, *size) and labels (1, *size). ``counts(labels)`` returns
+    those that follow from labels alone, in float64, with 0 in place of the others; a term that is
+    not linear may return zeros only. ``value(table)`` returns the term for the partial sums
+    (images, sums) of a whole step.
+
     Attributes:
         sums: the number of partial sums of an image.
         linear: True if the gradient of the loss by these sums follows from the labels alone
@@ -116,7 +122,9 @@ class CrossEntropy(Term):
 class PixelMean(Term):
     """Base class of terms that are the plain mean of one value per valid pixel.
 
-    A subclass computes these values in its method ``each``.
+    A subclass computes these values in ``each(logits, labels)``: logits (B, C, *size) and labels
+    (B, *size) give the values (B, *size). Labels of invalid pixels are 0 there, and their values do
+    not count.
     """
 
     sums, linear = 2, True
@@ -129,6 +137,7 @@ class PixelMean(Term):
         return _beside_a_sum(self.valid(labels).count_nonzero())
 
     def valid(self, labels: Tensor) -> Tensor:
+        """Return the mask of valid pixels, (B, *size) bool."""
         return labels != self.config.ignore_index
 
     def partial_sums(self, logits: Tensor, labels: Tensor) -> Tensor:

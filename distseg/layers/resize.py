@@ -124,9 +124,9 @@ def resized(
         x: the cells of the map inside ``part.input``, (B, C, *part.input.size).
         access_patterns: for each dim, the access pattern of the resize.
         part: the input box and the output box, and the sizes of the whole maps.
-        ratio: True if nearest modes use the scale factor m / n, the size of the whole output
-            divided by that of the whole input (:class:`distseg.models.resize.ResizeTo`). False if
-            they use the factor of the access pattern, if it has one.
+        ratio: the scale factor of nearest modes. True: m / n, the size of the whole output divided
+            by that of the whole input (:class:`distseg.models.resize.ResizeTo`). False: the factor
+            of the access pattern, or m / n if it has none.
 
     Returns:
         The result inside ``part.output``, (B, C, *part.output.size).

@@ -331,11 +331,11 @@ def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
 
 
 def _atoms(axis: Axis, number: int, axes: int) -> list[int]:
-    """Return which dims of the split tensor are joined, in this order, to form one axis.
+    """Return the dims of the split tensor that are joined, in this order, to form one axis.
 
     The split tensor has a dim of images, then a dim of channels for each axis, then the spatial
     dims: (N, cell of axis 0, cell of axis 1, ..., *size). For example, if axis 0 holds images and
-    channels, it is formed by the dims [0, 1] of the split tensor.
+    channels, its dims are [0, 1].
 
     Args:
         axis: the axis.

@@ -427,6 +427,10 @@ class Step(NamedTuple):
 
     In the arguments, ``Own(name)`` stands for a parameter or buffer of the layer. ``Map(i)`` stands
     for tensor i of a list, which has the inputs of the layer and then the result of each step.
+
+    Attributes:
+        function: the function.
+        args, kwargs: its positional and keyword arguments.
     """
 
     function: Callable
@@ -658,7 +662,7 @@ class Map(NamedTuple):
 
 
 class Own(NamedTuple):
-    """An argument of a :class:`Step`: a parameter or buffer of the layer."""
+    """An argument of a :class:`Step`: the parameter or buffer of the layer with this name."""
 
     name: str
 

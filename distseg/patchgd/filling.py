@@ -300,16 +300,34 @@ class PatchPredictor:
         return self.replicas.rank == 0
 
     def check(self, size: Sequence[int]) -> None:
+        """Refuse an image that the network cannot take.
+
+        Raises:
+            ValueError: the image is smaller than a patch, or the head does not take its grid of
+                patches.
+        """
         check_patches(size, self.filler.network.patch)
         self.filler.network.check_grid(size)
 
     def deal_images(self, sizes: Sequence[Sequence[int]]) -> tuple[int, list[list[Share]]]:
+        """Divide images among the ranks, each image to one rank.
+
+        Args:
+            sizes: the size of each image in pixels.
+
+        Returns:
+            1, the number of ranks that compute an image; and for each rank the list of its images.
+        """
         return 1, [
             [Share(image, None) for image in range(rank, len(sizes), self.replicas.size)]
             for rank in range(self.replicas.size)
         ]
 
     def among(self, ranks: int) -> PatchPredictor:
+        """Return a copy of this predictor that computes all images it is given on this rank.
+
+        ``ranks`` is not used, because an image is never divided among ranks.
+        """
         part = copy.copy(self)
         part.replicas = Alone()
         return part

@@ -74,11 +74,6 @@ class Patches:
         samples: the images of this sample group, or crops of images.
         note: function that is called at each read with the number of bytes that are read.
         step: the samples of this step in all sample groups.
-
-    Attributes:
-        numbers: the number of each image in the epoch.
-        sizes: the size of each image in pixels.
-        labels: the class number of each image, (images,); only for labels of whole images.
     """
 
     store: Store
@@ -88,14 +83,17 @@ class Patches:
 
     @cached_property
     def numbers(self) -> list[int]:
+        """Number of each image in the epoch."""
         return [sample.number for sample in self.samples]
 
     @cached_property
     def sizes(self) -> list[tuple[int, ...]]:
+        """Size of each image in pixels."""
         return [tuple(sample.size) for sample in self.samples]
 
     @cached_property
     def labels(self) -> Tensor:
+        """Class number of each image, (images,); only for labels of whole images."""
         return torch.tensor([self.store.label(sample.image) for sample in self.samples])
 
     @cached_property

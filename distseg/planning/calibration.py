@@ -42,9 +42,7 @@ def operation_rates(
 ) -> tuple[Rates, int]:
     """Measure how fast convolutions, norms and copies run, until the time is over.
 
-    The cheapest are measured first.
-
-    All ranks of ``world`` must call it together.
+    Cheap operations are measured first. All ranks of ``world`` must call it together.
 
     Args:
         world: the communicator of the ranks.

@@ -97,10 +97,12 @@ class Costs:
 
     @property
     def forward(self) -> list[float]:
+        """Seconds of the forward pass of each layer."""
         return [layer.forward for layer in self.layers]
 
     @property
     def backward(self) -> list[float]:
+        """Seconds of the backward pass of each layer."""
         return [layer.backward for layer in self.layers]
 
 

@@ -82,6 +82,7 @@ class MeshLayout:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks of the mesh."""
         return self.samples * self.tiles.volume * self.stages
 
     @property
@@ -150,6 +151,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
+        """Predicted duration of the step."""
         return sum(self.parts.values())
 
     @property
@@ -199,10 +201,12 @@ class Work:
 
     @cached_property
     def graph(self):
+        """The graph of the network's layers."""
         return graph_of(self.model)
 
     @cached_property
     def ranges(self) -> Ranges:
+        """Tables of the memory of all possible stages, for whole images."""
         return ranges_of(self.costs)
 
     @cached_property
@@ -212,10 +216,12 @@ class Work:
 
     @cached_property
     def parameters(self) -> int:
+        """Number of parameters of the network."""
         return sum(layer.parameters for layer in self.costs.layers)
 
     @cached_property
     def partitioner(self) -> Partitioner:
+        """Object that cuts the network into stages."""
         return Partitioner(calls_of(self.model))
 
     def bytes_of(self, source: int) -> float:
@@ -389,7 +395,10 @@ class _Found:
         self._fastest = math.inf
 
     def wants(self, family: str, least: float) -> bool:
-        """Return True if a layout that takes at least ``least`` seconds may be in the result."""
+        """Return False if a layout of ``family`` needs too long to be in the result, else True.
+
+        ``least`` is a lower bound of the seconds that its step takes.
+        """
         known = self.by_family.get(family, [])
         wanted = 1 if least > _SLOW * self._fastest else _KEPT
         return len(known) < wanted or least <= known[wanted - 1][0].seconds

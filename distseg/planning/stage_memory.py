@@ -33,6 +33,7 @@ class Policy:
     micro_batches: int = 1
     """Micro-batches of an optimizer step."""
     schedule: Literal["gpipe", "1f1b", "zb-h1"] = "gpipe"
+    """Order of the passes (:mod:`distseg.runtime.schedule`)."""
     recompute: Literal["never", "except_last", "always"] = "never"
     """Micro-batches whose activations are recomputed in the backward pass.
 
@@ -155,7 +156,7 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
 def largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]:
     """Return those of :func:`holdings` that can have the peak memory.
 
-    Left out is every one that holds no more of any kind of tensors than another one.
+    A :class:`Held` is left out if another one holds at least as many tensors of every kind.
 
     Args:
         stage: the number of the stage.
@@ -346,6 +347,7 @@ class StageMemory:
 
     @property
     def total(self) -> float:
+        """Peak bytes of the stage for all purposes together."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.working
 
 

@@ -77,8 +77,6 @@ def memory_warnings(memory: int | None, base: float) -> list[str]:
     Kernels and gaps of the allocator take up to ``_BESIDES`` bytes besides ``base``. If ``memory``
     has room for them, the list is empty.
 
-    It may if ``memory - base`` leaves too little room for kernels and the gaps of the allocator.
-
     Args:
         memory: the value of ``streaming.memory`` in bytes; None without a limit.
         base: bytes that the process takes before any tile is computed.

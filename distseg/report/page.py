@@ -50,7 +50,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The panels of one image, with a caption."""
+    """The pictures of one image.
+
+    Attributes:
+        name: the name of the image.
+        caption: the text below the pictures.
+        panels: the pictures, from left to right.
+    """
 
     name: str
     caption: str

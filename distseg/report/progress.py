@@ -83,6 +83,7 @@ class Progress(SilentProgress):
 
     @property
     def seconds(self) -> float:
+        """Seconds since the progress began."""
         return self._clock() - self._start
 
     def details(self) -> list[str]:

@@ -150,7 +150,10 @@ def in_front(side: str | int, more: int) -> int:
 
 @dataclass(frozen=True)
 class Shifted(AccessPattern):
-    """The access pattern in which output j is input j - ``before``."""
+    """The access pattern in which output j is input j - ``before``.
+
+    ``mirrored`` is True if inputs outside the map stand for repeated cells of the map.
+    """
 
     before: int
     mirrored: bool = False

@@ -30,6 +30,7 @@ class Nodes:
 
     @property
     def tasks(self) -> int:
+        """Number of processes on all nodes together."""
         return self.count * self.processes
 
     def __str__(self) -> str:
@@ -126,13 +127,19 @@ class Job:
     """Training of one config on some nodes, or an array of trainings that differ in some flags."""
 
     name: str
+    """The name under which the batch system shows the job."""
     config: str
+    """The config file."""
     flags: tuple[str, ...]
     """The flags of the training in addition to the config file."""
     shape: MeshShape
+    """The mesh."""
     site: Site
+    """The cluster."""
     system: System
+    """The batch system."""
     nodes: Nodes
+    """The nodes that the job asks for."""
     seconds: int
     """The time limit of the job."""
     warn: int
@@ -144,13 +151,21 @@ class Job:
     trains: str = "train"
     """The subcommand that the script runs: train or patchgd."""
     account: str | None = None
+    """The account or project that pays for the job."""
     queue: str | None = None
+    """The queue or partition."""
     qos: str | None = None
+    """The quality of service of Slurm."""
     modules: tuple[str, ...] = ()
+    """Environment modules to load, besides those of the site."""
     venv: str | None = None
+    """The folder of the virtual environment to activate."""
     options: tuple[str, ...] = ()
+    """More options of the batch system, besides those of the site."""
     launcher: str | None = None
+    """The line that starts the processes; by default that of the site."""
     transport: str = "auto"
+    """The value of ``run.transport``."""
     entries: tuple[tuple[str, ...], ...] = ()
     """The flags of each training of an array."""
 

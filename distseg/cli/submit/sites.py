@@ -21,6 +21,7 @@ class Site:
     """Description of a cluster. A user's own YAML file (``--site my.yaml``) has the same fields."""
 
     name: str = "generic"
+    """The value of ``--site``."""
     system: str | None = None
     """slurm, lsf, pbs or flux."""
     gpus: int | None = None

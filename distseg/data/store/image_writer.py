@@ -159,7 +159,7 @@ class ImageWriter:
         return entry, np.concatenate([sums.ravel() for sums in self._sums.values()])
 
     def _pixel_chunks(self, shape: tuple[int, ...]) -> ChunkSums:
-        """Return the writer of the pixels, or, if a file holds them, of their checksums.
+        """Return the writer of the pixels; if a file holds them, it computes only their checksums.
 
         Args:
             shape: (bands, *size).

@@ -21,8 +21,8 @@ class Ring:
 
     Attributes:
         corners: number of corners; the first corner counts twice, because it is also the last one.
-        parts: an iterable of the corners in order, some at a time, (corners, 2) float64 of x and y.
-            It may be iterated several times.
+        parts: an iterable of arrays (n, 2) float64 of x and y, which together are the corners in
+            order. It may be iterated several times.
     """
 
     corners: int

@@ -348,4 +348,5 @@ def whole(reader: Reader, kernel: Any, x: Value) -> bool:
 
 
 def cells_of(x: Value) -> int:
+    """Return the number of channels at each position of a value, over all of its dims."""
     return math.prod(axis.cell for axis in x.axes)

@@ -95,6 +95,7 @@ class TensorPrint(NamedTuple):
     """Fingerprint (*print*) of a tensor; equal tensors have equal prints (:func:`print_of`).
 
     Attributes:
+        shape, dtype, requires_grad: those of the tensor.
         content: a digest of the tensor's numbers. For a large tensor it is the sum of its bytes,
             its id and its version; for a tensor on the meta device its id and version. In loose
             prints, id and version are None.
@@ -127,6 +128,7 @@ class Slot:
 
     @property
     def key(self) -> Hashable:
+        """Key of the slot in a snapshot, equal for the same slot of a copy of the module."""
         return (self.owner, self.name, self.which) if self.which else (self.owner, self.name)
 
     @property
@@ -150,6 +152,7 @@ class Slot:
         )
 
     def value(self) -> Any:
+        """Return the value that the slot holds now; a marker for "absent" if there is none."""
         return self.holder.get(self.name, _ABSENT)
 
     def __str__(self) -> str:

@@ -56,6 +56,7 @@ class Value:
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Spatial size in each trace; for a vector, that of a map that it can be combined with."""
         return tuple(shape[2:] for shape in self.shapes)
 
     @property
@@ -65,6 +66,7 @@ class Value:
 
     @property
     def channels(self) -> int:
+        """Number of channels C in the form (N, C, *size) that layers take."""
         return self.shapes[0][1]
 
     @property

@@ -33,7 +33,8 @@ def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable,
 def widened(result: Any, *given: Any) -> Any:
     """Return ``result`` in float64 if it is a float32 tensor and ``given`` contains no tensor.
 
-    Otherwise return it unchanged. An example is ``torch.ones(3)``.
+    Such a result, as that of ``torch.ones(3)``, has the precision of the run, which is float64
+    here. Any other result is returned unchanged.
 
     Args:
         result: what a function returned.

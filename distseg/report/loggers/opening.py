@@ -25,9 +25,9 @@ WITH_PICTURES = ("tensorboard", "wandb", "mlflow")
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raise an error if the package of a logger is missing.
+    """Refuse loggers whose package is not installed, except TensorBoard.
 
-    TensorBoard is the default of ``train.loggers``, so it may be missing.
+    A missing TensorBoard is no error, because it is the default of ``train.loggers``.
 
     Args:
         names: the names of the loggers.

@@ -16,8 +16,8 @@ FOLDER = "tensorboard"
 class TensorBoardLogger:
     """Writer of event files for TensorBoard.
 
-    A resumed run hides the numbers of later steps than its checkpoint, so that curves look as if
-    the run had never stopped.
+    A resumed run runs the steps after its checkpoint again. TensorBoard is told to hide their old
+    numbers, so curves look as if the run had never stopped.
 
     Args:
         run: the run.

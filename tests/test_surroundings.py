@@ -1,5 +1,6 @@
 """Crops with their context: the pixels that the network sees, and the gradient of the crop's pixels alone."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,6 +11,7 @@ from made_store import random_store
 from safetensors.torch import load_file
 
 from distseg.cli.main import main
+from distseg.comm.alone import Alone
 from distseg.config.settings import (
     Config,
     DataConfig,
@@ -178,6 +180,19 @@ def test_the_gradient_is_that_of_the_crops(comm, store, parts, tmp_path):
     for name, wanted in serial_gradients(store, model, config.data).items():
         error = (found[f"gradients/{name}"] - wanted).norm()
         assert error <= 1e-12 * max(wanted.norm(), 1e-3), name
+
+
+def test_verify_names_a_repair_for_batch_norm_over_boxes_of_different_sizes(store):
+    """The repairs that the message names, and frozen norms, which take no statistics, pass."""
+    model = ModelConfig(depth=1, num_convs=1, base_channels=2, dropout=0.0, norm="batch")
+    config = replace(config_of(store), model=model)
+    with pytest.raises(ValueError, match="a batch has 22x24, 22x25 pixels: set data.images to 1, "):
+        verify(config, Alone())
+    alone = replace(config, data=replace(config.data, images=1))
+    no_context = replace(config, data=replace(config.data, context=0))
+    frozen = replace(config, spatial=SpatialConfig(frozen_norm=True))
+    for mended in (alone, no_context, frozen):
+        assert passed(verify(mended, Alone()), 1e-12)
 
 
 def test_training_says_what_crops_see(store, tmp_path, capsys):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from distseg.config.settings import LossConfig, OptimConfig, StepSettings
+from distseg.config.sizes import Size
 from distseg.layers.dropout import channel_mask, dropout_key, element_mask, image_mask
 from distseg.layers.loss import parse
 from distseg.models.capture.trace import calling
@@ -288,7 +289,7 @@ def _forward(
     """
     logits = {}
     whole = _Whole(model, settings.frozen_norm, settings.seed, epoch, dropouts)
-    for batch in _batches(model, images, settings.norm_scope):
+    for batch in _batches(model, images, settings):
         with whole.for_batch(batch):
             outputs = model(torch.stack([image.pixels for image in batch]))
         logits.update(zip((image.number for image in batch), outputs))
@@ -309,31 +310,36 @@ def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in parameters.items() if p.requires_grad}
 
 
-def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[list[Image]]:
+def _batches(model: nn.Module, images: list[Image], settings: StepSettings) -> list[list[Image]]:
     """Return the batches of images that go through the network together.
 
     A batch is a micro-batch of one sample group, or of all groups if ``norm_scope`` is step. If the
-    images of a batch differ in size and the model has no batch norm, every image of the step is a
-    batch of its own.
+    images of a batch differ in size and no batch norm takes statistics of them, every image of the
+    step is a batch of its own.
 
     Raises:
-        ValueError: the images of a batch differ in size, and the model has a batch norm.
+        ValueError: the images of a batch differ in size, and a batch norm takes statistics of them.
     """
     batches: dict = {}
+    step = settings.norm_scope == "step"
     for image in images:
         batches.setdefault(
-            image.micro_batch if norm_scope == "step" else (image.group, image.micro_batch), []
+            image.micro_batch if step else (image.group, image.micro_batch), []
         ).append(image)
-    batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    apart = settings.frozen_norm or not any(
+        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
+    )
     for batch in batches.values():
-        sizes = {tuple(image.pixels.shape[1:]) for image in batch}
-        if len(sizes) > 1 and not batch_norm:
+        sizes = {Size(image.pixels.shape[1:]) for image in batch}
+        if len(sizes) > 1 and apart:
             return [[image] for image in images]
         if len(sizes) > 1:
-            apart = "spatial.norm_scope to group" if norm_scope == "step" else "data.images to 1"
+            scope = " and spatial.norm_scope to group" if step else ""
             raise ValueError(
-                "batch norm is not defined for images of different sizes in one batch "
-                f"({sorted(sizes)}): set data.crop, or {apart}"
+                "the serial program cannot compute batch norm over images of different sizes, but "
+                f"a batch has {', '.join(map(str, sorted(sizes)))} pixels: set data.images to 1"
+                f"{scope}, or give all samples one size by data.crop, without data.context and at "
+                "most as large as the smallest image"
             )
     return list(batches.values())
 

@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import struct
+from collections import Counter
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from distseg.data.class_files import Classes
 from distseg.data.class_map import PartialMap
 from distseg.data.formats.georeference import Georeference
 from distseg.data.formats.readers import open_image
+from distseg.data.formats.tiff_segments import Segments
 from distseg.data.vector import components, features, files, geojson, geopackage, outlines
 from distseg.data.vector.components import Numbers
 from distseg.data.vector.outlines import StoredRings
@@ -534,6 +536,31 @@ def test_command_traces_maps_of_others_and_of_predict(tmp_path, labels, capsys, 
         assert {row[3] for row in chosen} == {"lake"} and min(row[4] for row in chosen) >= 100
         known = {row[1:] for row in rows_of(written(tmp_path, labels, "gpkg", place, traced=(1,)))}
         assert {row[1:] for row in chosen} == {row for row in known if row[3] >= 100}
+
+
+@pytest.mark.parametrize("form", ["deflate", "floats", "masked", "wide"])
+def test_trace_decodes_each_tile_once_a_pass(tmp_path, labels, form, monkeypatch):
+    """There are two passes. A row of tiles beyond the limit is decoded in several bands."""
+    monkeypatch.chdir(tmp_path)
+    decoded, decode = Counter(), Segments._decode
+
+    def counted(self, number, index, wanted, out):
+        decoded[self.path, index] += wanted[1] != slice(0, 1)  # opening decodes the first pixel
+        decode(self, number, index, wanted, out)
+
+    monkeypatch.setattr(Segments, "_decode", counted)
+    monkeypatch.setattr(files, "_STRIP", 5 * labels.shape[1])
+    monkeypatch.setattr(files, "_READ", 7 * labels.shape[1])
+    monkeypatch.setattr(files, "_MOST_READ", 31 * labels.shape[1] if form == "wide" else 1 << 20)
+    stored = labels.astype(np.float32) if form == "floats" else labels
+    tifffile.imwrite("a.tif", stored, tile=(32, 32), compression="deflate")
+    if form == "masked":
+        tifffile.imwrite("a.tif.msk", (labels != 255).astype(np.uint8), tile=(32, 32))
+    assert not run("trace", "a.tif", "--classes", "0", "1", "2")
+    most = 2 * (-(-32 // 7) + 1) if form == "wide" else 2
+    assert max(decoded.values()) <= most and min(decoded.values()) >= 2
+    known = {row[1:3] for row in rows_of(written(tmp_path, labels, "gpkg", None))}
+    assert {row[1:3] for row in rows_of("objects/a.gpkg")} == known
 
 
 def test_no_data_of_a_picture_is_no_object(tmp_path, labels, monkeypatch):

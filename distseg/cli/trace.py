@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +23,6 @@ from distseg.data.store.layout import FORMAT
 from distseg.data.vector.files import LabelMap
 from distseg.report.disk import atomic_write
 from distseg.tiling.tile import Box
-
-# The label of pixels that a mask declares to have no data. No mask can have this label.
-_NO_DATA = int(np.iinfo(np.int64).min)
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,14 @@ def _of_hdf5(file, path: str) -> _Source:
             f"{path} is damaged: its georeference cannot be read ({e}): predict it again"
         ) from None
     nodata = int(attributes.get("nodata", 255))
-    labels = LabelMap(found.shape, lambda rows: found[rows], str, (nodata,), place)
+    labels = LabelMap(
+        found.shape,
+        lambda rows: (found[rows], None),
+        str,
+        (nodata,),
+        place,
+        block_rows=1 if found.chunks is None else found.chunks[0],
+    )
     return _Source(labels, names or None)
 
 
@@ -152,19 +156,22 @@ def _of_mask(path: str) -> _Source:
     reader = open_mask(path)
     height, width = reader.size
 
-    def read(rows: slice) -> np.ndarray:
+    def read(rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
         pixels, valid = reader.read_valid(Box((rows.start, 0), (rows.stop, width)))
-        if pixels.dtype == np.uint64 and pixels.max(initial=0) > np.iinfo(np.int64).max:
+        if pixels.dtype != np.uint64:
+            return pixels[0], valid
+        if pixels.max(initial=0) > np.iinfo(np.int64).max:
             raise ValueError(
                 f"{path} holds the label {pixels.max()}, but labels must be at most "
                 f"{np.iinfo(np.int64).max}: give the objects smaller numbers"
             )
-        labels = pixels[0].astype(np.int64)
-        return labels if valid is None else np.where(valid, labels, _NO_DATA)
+        return pixels[0].astype(np.int64), valid
 
     marks = (reader.nodata, class_files.nodata_in(Path(path)))
-    skipped = {_NO_DATA, *(int(mark) for mark in marks if mark is not None)}
-    labels = LabelMap((height, width), read, str, tuple(skipped), reader.place)
+    skipped = tuple({int(mark) for mark in marks if mark is not None})
+    labels = LabelMap(
+        (height, width), read, str, skipped, reader.place, block_rows=reader.block_rows
+    )
     return _Source(labels, class_files.names_in(Path(path)))
 
 
@@ -185,16 +192,8 @@ def _chosen(source: _Source, classes: Sequence[str] | None, path: str, least: in
     def name_of(label: int) -> str:
         return names[label] if names is not None and 0 <= label < len(names) else str(label)
 
-    read = labels.read
-    if classes is not None:
-        wanted = np.array([_number(name, names, path) for name in classes])
-
-        def read(rows: slice) -> np.ndarray:
-            found = labels.read(rows)
-            return np.where(np.isin(found, wanted), found.astype(np.int64), _NO_DATA)
-
-    skipped = (*labels.skipped, _NO_DATA)
-    return LabelMap(labels.size, read, name_of, skipped, labels.place, least)
+    chosen = None if classes is None else [_number(name, names, path) for name in classes]
+    return replace(labels, name_of=name_of, least=least, chosen=chosen)
 
 
 def _number(name: str, names: list[str] | None, path: str) -> int:

@@ -434,10 +434,10 @@ def _write_zarr(
 
 
 def _labels_of(found: np.ndarray, classes: Classes, advance: Callable[[int], None]) -> LabelMap:
-    def read(rows: slice) -> np.ndarray:
+    def read(rows: slice) -> tuple[np.ndarray, None]:
         labels = np.array(found[rows])
         advance(labels.size)
-        return labels
+        return labels, None
 
     return LabelMap(found.shape, read, classes.names.__getitem__, classes.skipped, classes.place)
 

@@ -68,6 +68,7 @@ class OmeZarrReader(Reader):
             )
         self.place = _place(image, attributes)
         self._array = ChunkedArray(stored, path)
+        self.block_rows = stored.decoded[self._axes.index("y")]
 
     def _take_axes(self, image: Multiscale, shape: tuple[int, ...], dims: int | None) -> None:
         """Set ``size`` and ``bands`` from the shape of the array.

@@ -297,7 +297,7 @@ class _Whole(Reader):
         super().__init__(floats.path)
         self._floats = floats
         self.size, self.notes, self.place = floats.size, floats.notes, floats.place
-        self.nodata = floats.nodata
+        self.nodata, self.block_rows = floats.nodata, floats.block_rows
 
     @property
     def masked(self) -> bool:

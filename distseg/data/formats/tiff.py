@@ -135,6 +135,7 @@ class TiffReader(Reader):
         self.size, self.dtype = self._pixels.size, self._pixels.dtype
         self.bands = self._pixels.bands - (self.alpha is not None)
         self.decoding, self.kept = self._pixels.decoding, self._pixels.kept
+        self.block_rows = self._pixels.block_rows
         self.stack = dims is None and self._pixels.stack
         if pages.mask is not None:
             mask = Segments(path, file, pages.mask, None, None, scratch)

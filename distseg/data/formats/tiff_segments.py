@@ -287,6 +287,11 @@ class Segments:
             return 0
         return len(self._series.pages) * math.prod(layout.shaped) * self.dtype.itemsize
 
+    @property
+    def block_rows(self) -> int:
+        """Rows of the tiles that each box decodes anew; 1 if there are none."""
+        return 1 if self._map is not None or self.kept else self._edges[1]
+
     @cached_property
     def _kept(self) -> np.ndarray | None:
         """Array for the decoded pixels of all pages, in a scratch file unless it is small.

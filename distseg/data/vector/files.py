@@ -16,7 +16,10 @@ from distseg.data.vector.geopackage import write_geopackage
 from distseg.data.vector.world import World, world_of
 
 _STRIP = 1 << 18  # pixels that are traced at a time
-_READ = 1 << 21  # pixels that are read at a time, so that tiles of a file are decoded less often
+_READ = 1 << 21  # pixels that are read at a time, if this suffices for the tiles of a file
+_MOST_READ = 1 << 25  # most pixels that are read at a time
+# The label of pixels that belong to no object. No mask can have this label.
+_NO_OBJECT = int(np.iinfo(np.int64).min)
 _MOST_OBJECTS = (1 << 32) - 1  # most objects that a raster of uint32 can number
 EDGE = 256  # pixels along each side of a TIFF tile
 
@@ -27,29 +30,65 @@ class LabelMap:
 
     Attributes:
         size: (height, width).
-        read: a function that takes a slice of rows and returns their labels (rows, width).
+        read: a function that takes a slice of rows and returns their labels (rows, width), as they
+            are stored, and (rows, width) bool, False for pixels that belong to no object; None if
+            all pixels may belong to one.
         name_of: a function from a label to the name of its class.
         skipped: labels whose pixels belong to no object, such as the label for no data.
         place: georeference of the map; None without one.
         least: objects of fewer pixels get no polygon.
+        block_rows: rows of the tiles or chunks of the file, each decoded as a whole.
+        chosen: labels whose pixels belong to objects; None for all labels.
     """
 
     size: Sequence[int]
-    read: Callable[[slice], np.ndarray]
+    read: Callable[[slice], tuple[np.ndarray, np.ndarray | None]]
     name_of: Callable[[int], str]
     skipped: tuple[int, ...] = ()
     place: Georeference | None = None
     least: int = 1
+    block_rows: int = 1
+    chosen: Sequence[int] | None = None
+
+    @property
+    def outside(self) -> tuple[int, ...]:
+        """Labels in the strips whose pixels belong to no object."""
+        return (*self.skipped, _NO_OBJECT)
 
     def strips(self) -> Iterator[np.ndarray]:
-        """Yield the labels from top to bottom, a few rows at a time."""
+        """Yield the labels from top to bottom, a few rows at a time.
+
+        Each call yields strips of the same heights. The file is read in bands of whole tiles, so
+        that each tile is decoded once. Only if a row of tiles has more than 32 million pixels, a
+        tile is decoded several times.
+        """
         height, width = self.size
-        rows = max(1, _STRIP // width)
-        band = max(rows, _READ // width // rows * rows)
+        rows, band = max(1, _STRIP // width), self._band_rows()
         for top in range(0, height, band):
-            labels = self.read(slice(top, min(top + band, height)))
+            labels, inside = self.read(slice(top, min(top + band, height)))
             for row in range(0, len(labels), rows):
-                yield labels[row : row + rows]
+                part = slice(row, row + rows)
+                yield self._strip(labels[part], None if inside is None else inside[part])
+
+    def _band_rows(self) -> int:
+        """Return the number of rows to read at a time."""
+        width, block = self.size[1], self.block_rows
+        least = max(1, _READ // width)
+        if block * width > _MOST_READ:
+            return least
+        return -(-least // block) * block
+
+    def _strip(self, labels: np.ndarray, inside: np.ndarray | None) -> np.ndarray:
+        """Return the labels of a strip, with ``_NO_OBJECT`` where pixels belong to no object.
+
+        Args:
+            labels: the labels as they are stored, (rows, width).
+            inside: (rows, width) bool, False for pixels that belong to no object; None for none.
+        """
+        if self.chosen is not None:
+            wanted = np.isin(labels, np.asarray(self.chosen))
+            inside = wanted if inside is None else inside & wanted
+        return labels if inside is None else np.where(inside, labels.astype(np.int64), _NO_OBJECT)
 
 
 def check_polygons(place: Georeference | None, form: str, name: str) -> None:
@@ -90,7 +129,7 @@ def write_polygons(path: Path, labels: LabelMap, form: str, identity: str) -> in
     """
     world = _world(labels.place, form, path.name)
     found = features(
-        labels.strips, labels.size, labels.name_of, world, labels.skipped, labels.least, path.parent
+        labels.strips, labels.size, labels.name_of, world, labels.outside, labels.least, path.parent
     )
     write = write_geojson if form == "geojson" else write_geopackage
     return write(path, found, world, identity)
@@ -113,7 +152,7 @@ def write_numbers(path: Path, labels: LabelMap, about: str) -> int:
     import tifffile
 
     height, width = labels.size
-    numbers = Numbers(labels.strips(), width, labels.skipped, path.parent)
+    numbers = Numbers(labels.strips(), width, labels.outside, path.parent)
     if numbers.count > _MOST_OBJECTS:
         raise ValueError(
             f"{path} can hold numbers for at most {_MOST_OBJECTS} objects, but there are more: "

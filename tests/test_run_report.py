@@ -22,14 +22,18 @@ from distseg.cli import pictures
 from distseg.cli import report as gathering
 from distseg.cli.evaluate import run_evaluate
 from distseg.cli.main import main
+from distseg.cli.planned_memory import planned_memory
 from distseg.comm.alone import Alone
 from distseg.config.settings import LossConfig, ModelConfig, PredictConfig
 from distseg.config.sizes import Size
+from distseg.config.units import si
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter
 from distseg.report.chart import Line, condensed, line_chart, ticks
+from distseg.report.log import read_log
 from distseg.report.page import RunPage, data_uri, run_page
 from distseg.tiling.tile import Box
+from distseg.training.checkpoint.files import find, read_manifest
 from distseg.training.loop import train
 
 VOID = {"meta", "img", "br"}  # tags without an end tag
@@ -210,6 +214,12 @@ def test_the_report_of_a_run(folder, monkeypatch):
         and alts[-1] == f"Wrong pixels in magenta of {names[-1]}"
     )
     assert str(PLAN.optim.lr) in page.texts and "peak memory of each rank" in page.texts
+    start, *_, end = read_log("run")
+    (planned,) = planned_memory(PLAN, read_manifest(find("run")), start)
+    assert start["base_memory"][0] < planned < start["base_memory"][0] + 1e7
+    words = f"{si(planned, 'B')}, {si(end['peak_memory_of_steps'][0], 'B')}"
+    label = "memory of each rank in steps: planned, measured"
+    assert page.texts[page.texts.index(label) + 1].startswith(words)
     report("run", "--pictures", "0", "--output", "deep/r.html")
     assert not check_page((folder / "deep/r.html").read_text()).tags("img")
     monkeypatch.setattr(gathering, "_ROWS", 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -14,10 +15,11 @@ import numpy as np
 from distseg.cli.evaluate import EVALUATIONS, folder_of, score_table
 from distseg.cli.load import load_predictor, store_for
 from distseg.cli.pictures import Gallery
+from distseg.cli.planned_memory import planned_memory
 from distseg.comm.alone import Alone
 from distseg.comm.launch import set_up
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config, DataBase
+from distseg.config.settings import Config
 from distseg.config.units import duration, si
 from distseg.inference.image_scores import flat
 from distseg.inference.predictor import Predictor
@@ -61,7 +63,7 @@ def run_report(
         device, _ = set_up(Alone(), config.run.device, config.run.threads)
         return load_predictor(checkpoint, config, Alone(), device)[0]
 
-    source = _Reported(run, config.data, predictor, Path(predictions), count)
+    source = _Reported(run, config, predictor, Path(predictions), count)
     path = Path(output) if output else source.folder / "report.html"
     text = run_page(source.page(type(config)().as_plain()))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,8 +78,8 @@ class _Reported:
 
     Args:
         run: the folder of a run or of a checkpoint.
-        data: the settings of the section ``data``, whose store has the images if the store of the
-            evaluation is gone.
+        config: the settings of the run that prediction takes over. Their ``data.store`` has the
+            images if the store of the evaluation is gone.
         predictor: a function that loads the network of a checkpoint.
         predictions: the folder of predicted files.
         count: number of the worst, and of the best images, that are drawn.
@@ -86,12 +88,12 @@ class _Reported:
     def __init__(
         self,
         run: str,
-        data: DataBase,
+        config: Config | PatchConfig,
         predictor: Callable[[str], Predictor],
         predictions: Path,
         count: int,
     ) -> None:
-        self.folder, self.data, self.predictor = Path(folder_of(run)), data, predictor
+        self.folder, self.config, self.predictor = Path(folder_of(run)), config, predictor
         self.predictions, self.count = predictions, count
         self.best = read_run_manifest(find(run))
 
@@ -116,7 +118,7 @@ class _Reported:
             _figures(best, last, log),
             _charts(log),
             evaluations,
-            _facts(best, last, log),
+            [*_facts(best, last, log), *_memory(self.config, best, log)],
             _settings(best["config"], default),
             notes,
         )
@@ -178,9 +180,9 @@ class _Reported:
             of_maps: True if the network predicts class maps, False if it predicts one label or
                 number for each image.
         """
-        there = record["store"] if Path(record["store"]).exists() else self.data.store
+        there = record["store"] if Path(record["store"]).exists() else self.config.data.store
         try:
-            store = store_for(replace(self.data, store=there), self.best)
+            store = store_for(replace(self.config.data, store=there), self.best)
             store.check_files()
             for row in record["images"]:
                 store.size(row["image"])
@@ -254,9 +256,32 @@ def _facts(best: Mapping, last: Mapping, log: Sequence[Mapping]) -> list[tuple[s
     ends = [line for line in log if line["kind"] == "end" and line.get("seconds")]
     if ends:
         found.append(("time of the last job", duration(ends[-1]["seconds"])))
+    return found
+
+
+def _memory(
+    config: Config | PatchConfig, best: Mapping, log: Sequence[Mapping]
+) -> list[tuple[str, str]]:
+    """Return (label, value) for each row about the memory of ranks, planned and measured.
+
+    Args:
+        config: the settings of the run that prediction takes over.
+        best: the manifest of the best checkpoint.
+        log: the lines of the run's log.
+    """
+    found = []
     if memory := _peak_memory(log):
         found.append(("peak memory of each rank", ", ".join(si(m, "B") for m in memory)))
-    if limit := config.get("streaming", {}).get("memory"):
+    starts = [line for line in log if line["kind"] == "start"]
+    measured = _peak_memory(log, "peak_memory_of_steps")
+    planned = None
+    if isinstance(config, Config) and starts and measured:
+        with suppress(ValueError):  # settings of an earlier version
+            planned = planned_memory(config, best, starts[-1])
+    if planned is not None and len(planned) == len(measured):
+        rows = [f"{si(a, 'B')}, {si(b, 'B')} ({b / a:.0%})" for a, b in zip(planned, measured)]
+        found.append(("memory of each rank in steps: planned, measured", "; ".join(rows)))
+    if limit := best["config"].get("streaming", {}).get("memory"):
         found.append(("memory limit of a rank (streaming.memory)", str(limit)))
     return found
 
@@ -266,9 +291,14 @@ def _brief(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _peak_memory(log: Sequence[Mapping]) -> list[int]:
-    """Return the peak memory of each rank in bytes, in the last job that recorded it."""
-    known = [line["peak_memory"] for line in log if line.get("peak_memory")]
+def _peak_memory(log: Sequence[Mapping], kind: str = "peak_memory") -> list[int]:
+    """Return the peak memory of each rank in bytes, in the last job that recorded it.
+
+    Args:
+        log: the lines of the run's log.
+        kind: the entry of the log, ``peak_memory`` or ``peak_memory_of_steps``.
+    """
+    known = [line[kind] for line in log if line.get(kind)]
     return known[-1] if known else []
 
 

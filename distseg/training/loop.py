@@ -68,6 +68,9 @@ def train(config: Config, world) -> dict | None:
             run.position.epoch,
             config=run.config.as_plain(),
             parameters=run.parameters,
+            precision=run.engine.precision,
+            device=run.engine.device.type,
+            base_memory=run.base_memory(),
         )
         training = _Training(run, control, log)
         try:
@@ -86,6 +89,7 @@ def train(config: Config, world) -> dict | None:
             seconds=seconds,
             bytes_read=run.loader.bytes_read,
             peak_memory=world.allgather(peak_memory(run.engine.device)),
+            peak_memory_of_steps=world.allgather(training.peak_of_steps),
         )
         if run.first and run.loader.steps_read:
             print(
@@ -106,6 +110,7 @@ class _Training:
         self.run, self.control, self.log, self.config = run, control, log, run.config
         self.position, self.first_step = run.position, run.first_step
         self.ended, self.stopped_early, self._start = False, False, time.monotonic()
+        self.peak_of_steps: int | None = None  # bytes of this rank before the first validation
 
     @property
     def seconds(self) -> float:
@@ -121,6 +126,8 @@ class _Training:
         run, train, number = self.run, self.config.train, self.position.epoch
         run.engine.context.epoch = number
         self._steps(number)
+        if self.peak_of_steps is None:
+            self.peak_of_steps = peak_memory(run.engine.device)
         self.ended = number + 1 == train.epochs or self._out_of_time()
         saves = self.ended or (number + 1) % train.checkpoint_every == 0
         validates = (

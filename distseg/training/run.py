@@ -207,6 +207,15 @@ class Run:
             check_validated(self.predictor, {self.store.size(name): name for name in validated})
         self.checkpoints = self._checkpoints()
 
+    def base_memory(self) -> list[int] | None:
+        """Return the bytes that each rank needs beside the activations; None for PatchGD.
+
+        All ranks must call it together, before the first step.
+        """
+        if not isinstance(self.engine, Engine):
+            return None
+        return self.world.allgather(self.engine.base_memory())
+
     @property
     def _begun(self) -> nn.Module:
         """Module that gets the weights of ``train.init``: the network, or PatchGD's backbone."""

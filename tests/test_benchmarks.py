@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.halo_error import by_distance  # noqa: E402
+from benchmarks.mutants import MUTANTS  # noqa: E402
 from benchmarks.steps import Setting, distributed_step, plain_step  # noqa: E402
 from distseg.config.sizes import Size  # noqa: E402
 
@@ -88,3 +89,14 @@ def test_both_steps_have_the_same_loss():
     """Without dropout: the masks are drawn in other ways."""
     setting = Setting(Size((32, 32)), depth=2, num_convs=1, base_channels=4, dropout=0.0)
     assert plain_step(setting)() == pytest.approx(distributed_step(setting)[0](), rel=1e-5)
+
+
+def test_each_planted_fault_has_its_place():
+    """Code that is changed takes its fault along: change ``MUTANTS`` in the same commit."""
+    lost = [
+        mutant.name
+        for mutant in MUTANTS
+        if (ROOT / "distseg" / mutant.file).read_text().count(mutant.before) != 1
+        or not all((ROOT / f"tests/test_{name}.py").exists() for name in mutant.tests.split())
+    ]
+    assert not lost

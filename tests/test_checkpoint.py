@@ -574,6 +574,18 @@ def test_later_checkpoints_are_set_aside(tmp_path):
         find(tmp_path, "step-00000002")
 
 
+def test_the_best_of_the_checkpoints_that_remain_is_the_best(tmp_path):
+    """The best one is set aside, and a run that goes on has a lower score than the second best."""
+    for step, score in ((1, 0.3), (2, 0.5), (3, 0.4), (4, None), (5, 0.9)):
+        save(tmp_path, step, score, keep=5)
+    (tmp_path / "checkpoints/step-00000003/manifest.json").write_text("{")
+    set_aside(tmp_path, after=4)
+    best = {"best": "step-00000002", "best_score": 0.5}
+    assert read_index(tmp_path / "checkpoints") == {"last": "step-00000004", **best}
+    save(tmp_path, 5, 0.4)
+    assert read_index(tmp_path / "checkpoints") == {"last": "step-00000005", **best}
+
+
 def test_files_have_the_modes_of_the_umask(tmp_path):
     before = os.umask(0o027)
     try:

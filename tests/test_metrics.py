@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distseg.inference.metrics import confusion, most_likely, scores
+from distseg.inference.metrics import confusion, most_likely, score_of, scores
 
 TRUTH = np.array([[0, 0, 1], [1, 1, 255]])
 FOUND = np.array([[0, 1, 1], [1, 0, 2]])
@@ -48,6 +48,19 @@ def test_a_class_found_where_there_is_none_counts_against_it():
         "accuracy": None,
         "pixels": 0,
     }
+
+
+@pytest.mark.parametrize(
+    "validation, score",
+    [
+        ({"mean_iou": 0.4, "accuracy": 0.9}, 0.4),
+        ({"mean_iou": None, "accuracy": None}, None),
+        ({"accuracy": 0.9}, 0.9),
+        ({"rmse": 3.0, "r2": 0.5}, -3.0),
+    ],
+)
+def test_a_higher_score_is_a_better_network(validation, score):
+    assert score_of(validation) == score
 
 
 def test_most_likely():

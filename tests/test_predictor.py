@@ -16,13 +16,16 @@ from distseg.comm.memory_format import channels_last as last_format
 from distseg.config.sizes import Size
 from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
+from distseg.inference.windows import Windows
 from distseg.layers.graph import receptive_field
 from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
+from distseg.models.network import calls_of
 from distseg.models.unet import unet
+from distseg.runtime.partition import Partition
 from distseg.runtime.streaming import MicroBatchRun
 from distseg.runtime.swap_layers import parallelize
-from distseg.tiling.tile import Box
+from distseg.tiling.tile import Box, TilePlacement, tiles, window
 
 SIZE = (61, 45)
 CPU = torch.device("cpu")
@@ -308,6 +311,23 @@ def test_one_predictor_for_images_of_different_sizes(comm):
     for size in ((5, 3), (61, 45), (8, 9), (97, 33)):
         found, wanted = predicted(comm, "instance", "16x16", size)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parallel(2)
+def test_windows_that_go_through_stages_keep_their_numbers(comm):
+    """Six windows, of which four are in the pipeline at once; the last stage has the outputs."""
+    model, x = network("none"), image()
+    y, cut = model(x), Partition.from_balance(calls_of(model), [5, len(model) - 5])
+    tiled = parallelize(model, receptive_field(model)).eval()
+    places = [
+        TilePlacement(SIZE, tile, window(tile, SIZE, tiled.reach), (0,), (0,))
+        for tile in tiles(SIZE, (3, 2), tiled.reach.stride)
+    ]
+    found = Windows(tiled, cut, comm, CPU, nullcontext)(
+        places, lambda i: x[(..., *places[i].window.slices)]
+    )
+    wanted = {i: y[(..., *place.tile.slices)] for i, place in enumerate(places)}
+    torch.testing.assert_close(dict(found), wanted if comm.rank else {})
 
 
 def test_tiles_of_a_predictor():

@@ -238,6 +238,12 @@ def test_the_best_score_has_its_weights_although_no_checkpoint_is_due(tmp_path, 
     )
 
 
+def test_the_last_epoch_is_validated_although_no_validation_is_due(tmp_path):
+    random_store(tmp_path / "s.h5", train=[(16, 16)], val=[(16, 20)])
+    train(config(tmp_path, epochs=3, validate_every=2, norm="none"), Alone())
+    assert [line["epoch"] for line in validations(tmp_path / "run")] == [1, 2]
+
+
 def test_the_last_state_is_saved_although_no_checkpoint_is_due(tmp_path):
     random_store(tmp_path / "s.h5", train=[(16, 16)], val=[(16, 20)])
     plan = config(tmp_path, lr=1e-30, epochs=9, patience=1, checkpoint_every=5, norm="none")

@@ -109,8 +109,6 @@ class CrossEntropy(Term):
         valid = labels != self.config.ignore_index
         if self.weights is None:
             return _beside_a_sum(valid.count_nonzero())
-        if labels.device.type == "cpu":
-            return _beside_a_sum(self.weights[labels[valid].long()].sum())
         # Indexing with `valid` would synchronise with a GPU: `valid` determines the result's size.
         weights = upload(self.weights, labels.device)[labels.where(valid, 0).long()]
         return _beside_a_sum(weights.where(valid, 0).sum())

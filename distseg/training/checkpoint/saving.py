@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import count
 from pathlib import Path
 
@@ -282,18 +282,29 @@ def set_aside(run: str | Path, after: int = -1) -> Path | None:
     aside.mkdir()
     for name in later:
         os.replace(folder / name, aside / name)
-    index, there = read_index(folder) or {}, names_of(run)
-    if there:
-        best = index.get("best") if index.get("best") in there else None
-        write_index(
-            folder,
-            {
-                "last": there[-1],
-                "best": best or there[-1],
-                "best_score": index.get("best_score") if best else None,
-            },
-        )
+    if there := names_of(run):
+        best, score = _best_of(folder, there)
+        write_index(folder, {"last": there[-1], "best": best, "best_score": score})
     return aside
+
+
+def _best_of(folder: Path, names: list[str]) -> tuple[str, float | None]:
+    """Return the name and the score of the checkpoint with the highest score.
+
+    It is the newest of those with this score. If no checkpoint has a score, it is the newest one,
+    and the score is None. A checkpoint with a damaged manifest counts as one without a score.
+
+    Args:
+        folder: the folder ``checkpoints`` of the run.
+        names: the names of the checkpoints, oldest first.
+    """
+    scored = []
+    for name in names:
+        with suppress(ValueError):
+            if (score := read_manifest(folder / name).get("score")) is not None:
+                scored.append((score, name))
+    score, name = max(scored, default=(None, names[-1]))
+    return name, score
 
 
 def require_space(run: str | Path, needed: int) -> None:

@@ -48,6 +48,25 @@ def test_a_span_that_fails_is_collected():
     assert [s.kind for s in trace.spans] == ["send"]
 
 
+def test_spans_are_ranges_of_nvidias_profilers():
+    calls, numbers = [], iter([7, 8])
+
+    class Ranges:
+        def range_start(self, text):
+            calls.append(text)
+            return next(numbers)
+
+        def range_end(self, number):
+            calls.append(number)
+
+    trace = Trace(ranges=Ranges())
+    waiting = trace.span("wait", "sum")
+    waiting.__enter__()
+    with trace.span("forward", "F0,0"):
+        waiting.__exit__(None, None, None)  # a message may end while something else runs
+    assert calls == ["wait sum", "forward F0,0", 7, 8]
+
+
 def test_no_trace():
     trace = NoTrace()
     with trace.span("forward", "F0,0"), trace.span("wait", "x"):

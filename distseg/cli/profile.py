@@ -333,7 +333,8 @@ def watch(engine: Engine, world) -> Trace:
     All ranks of ``world`` must call it together, so that their traces begin at the same moment.
     """
     world.Barrier()
-    trace = Trace(world.rank, _clock(engine.device))
+    ranges = torch.cuda.nvtx if engine.device.type == "cuda" else None
+    trace = Trace(world.rank, _clock(engine.device), ranges)
     engine.pipeline.trace = trace
     engine.mesh.waits.span = trace.span
     engine.reducer = _TracedReducer(engine.reducer, trace)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,15 @@ class Trace:
         rank: the number of the rank, which is the row of its spans in pictures.
         clock: returns seconds. Times are counted from the construction of the trace, so construct
             the traces of all ranks right after a barrier.
+        ranges: an object with the functions ``range_start(text)``, which returns a number, and
+            ``range_end(number)``, such as the module ``torch.cuda.nvtx``. Each span is then also a
+            range of NVIDIA's profilers. None for no ranges.
     """
 
-    def __init__(self, rank: int = 0, clock: Callable[[], float] = time.perf_counter):
-        self.rank, self.spans, self._clock = rank, [], clock
+    def __init__(
+        self, rank: int = 0, clock: Callable[[], float] = time.perf_counter, ranges: Any = None
+    ):
+        self.rank, self.spans, self._clock, self._ranges = rank, [], clock, ranges
         self._start = clock()
 
     def now(self) -> float:
@@ -67,11 +73,14 @@ class Trace:
 
         ``kind`` and ``name`` become the attributes of the :class:`Span`.
         """
+        number = self._ranges and self._ranges.range_start(f"{kind} {name}")
         start = self.now()
         try:
             yield
         finally:
             self.spans.append(Span(self.rank, kind, name, start, self.now()))
+            if self._ranges:
+                self._ranges.range_end(number)
 
 
 class NoTrace:

@@ -22,6 +22,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from numbers import Integral
+from typing import get_args, get_type_hints
 
 import torch
 from torch import nn
@@ -180,7 +182,8 @@ def distribute(
 
     Args:
         module: a module that maps (B, C, *size) to (B, C', *size), or to (B, C') if it has one
-            output vector per image.
+            output vector per image. Layers on the meta device get PyTorch's default weights, each
+            rank for its own stages only.
         mesh: from :func:`init_mesh`; by default a mesh of this process's job with all ranks as
             sample groups.
         image_size: size of an image in pixels, by which stages are balanced; the default is 256
@@ -223,13 +226,27 @@ def distribute(
     mesh = init_mesh(timeout=timeout) if mesh is None else mesh
     mesh.waits.timeout = timeout
     with launch.raise_jointly(mesh.world):
-        _check_modes(module)
+        _check_choice("schedule", schedule, PipelineConfig)
+        _check_choice("recompute", recompute, PipelineConfig)
+        _check_choice("norm_scope", norm_scope, SpatialConfig)
+        _check_choice("reducer", reducer, MeshConfig)
+        if precision is not None:
+            _check_choice("precision", precision, TrainConfig, but="auto")
+        if not isinstance(channels_last, bool):
+            raise ValueError(f"channels_last is {channels_last!r}: give True or False")
+        _check_counts(micro_batches=micro_batches, pad=pad, in_channels=in_channels)
+        _check_module(module)
         order = list(module.state_dict())
         network = _network(module, inputs, outputs, pad, in_channels)
         precision = precision or _precision_of(module)
         bands, channels = channels_of(network)
         dims = dims_of(network)
-        size = tuple(image_size or (_SIDE,) * dims)
+        size = Size(image_size or (_SIDE,) * dims)
+        if len(size) != dims:
+            raise ValueError(
+                f"image_size is {size}, but images of this network have {dims} dims: give one "
+                "number of pixels for each dim"
+            )
         config = Config(
             model=ModelConfig(),
             mesh=MeshConfig(
@@ -251,7 +268,7 @@ def distribute(
             config = replace(
                 config, spatial=replace(config.spatial, tiles_per_rank=Size(tiles_per_rank))
             )
-        config = config.with_dims(dims, str(Size(size)))
+        config = config.with_dims(dims, str(size))
         joined = joins_images(network, size, training=False)  # before its norms are replaced
     engine = Engine(
         config,
@@ -320,16 +337,52 @@ def _ranks_of(mesh: DeviceMesh):
     return world.Split(0, order.index(rank))
 
 
-def _check_modes(module: nn.Module) -> None:
-    """Refuse a batch norm or dropout that the user set to evaluation mode in a training module.
+def _check_choice(name: str, value: object, section: type, but: str | None = None) -> None:
+    """Refuse a value that the setting of an option of :func:`distribute` does not allow.
+
+    Args:
+        name: the name of the option and of its setting.
+        value: the value of the option.
+        section: the section of the config that has the setting.
+        but: a value of the setting that the option does not have.
+
+    Raises:
+        ValueError: the message names the option, its value and the allowed values.
+    """
+    allowed = [choice for choice in get_args(get_type_hints(section)[name]) if choice != but]
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}: give one of {', '.join(allowed)}")
+
+
+def _check_counts(**options: object) -> None:
+    """Refuse options that are not whole numbers of at least 1; None is accepted.
+
+    Raises:
+        ValueError: the message names the option and its value.
+    """
+    for name, value in options.items():
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if value is not None and not (whole and value >= 1):
+            raise ValueError(f"{name} is {value!r}: give a whole number of at least 1")
+
+
+def _check_module(module: nn.Module) -> None:
+    """Refuse what is no module, and a batch norm or dropout that the user set to evaluation mode.
 
     Training calls ``module.train()``, which would set the layer back to training mode. A layer that
     stays in evaluation mode, because the module's own ``train()`` keeps it there, is accepted. The
-    check itself calls ``module.train()``. If the module is in evaluation mode, nothing is checked.
+    check itself calls ``module.train()``. If the module is in evaluation mode, its layers are not
+    checked.
 
     Raises:
-        ValueError: the message names the layer and the code that keeps it in evaluation mode.
+        ValueError: ``module`` is not a module, or the message names the layer and the code that
+            keeps it in evaluation mode.
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"distribute takes a torch.nn.Module, got {type(module).__name__}: give an instance "
+            "of your module's class"
+        )
     if not module.training:
         return
     still = {name for name, layer in module.named_modules() if not layer.training}
@@ -383,13 +436,8 @@ def _network(
     layers, it is returned as it is.
 
     Raises:
-        ValueError: ``module`` is not a module, or the arguments do not fit it.
+        ValueError: the arguments do not fit the module.
     """
-    if not isinstance(module, nn.Module):
-        raise ValueError(
-            f"distribute takes a torch.nn.Module, got {type(module).__name__}: give an instance "
-            "of your module's class"
-        )
     names = outputs and tuple(str(name) for name in outputs)
     made = built(type(module).__name__, lambda: module, {}, None, inputs, names)
     if in_channels is not None:

@@ -528,6 +528,26 @@ def test_state_dicts_are_those_of_the_module():
         model.float()
 
 
+@pytest.mark.parallel([1, 2])
+def test_keys_that_differ_are_those_of_the_module(comm):
+    """On every rank: with stages, too, and if only one replica's state dict has the values."""
+    given = {
+        n: t + 1 for n, t in network().state_dict().items() if n not in ("a.0.bias", "up.bias")
+    }
+    given = {"more": torch.ones(1)} | given | {"a.more": torch.ones(1)}
+    wanted = network().load_state_dict(given, strict=False)
+    for axes in [dict(stages=comm.size), dict(tiles=(1, comm.size))]:
+        model = distseg.distribute(network(), distseg.init_mesh(comm=comm, **axes))
+        mine = given
+        if "tiles" in axes and comm.rank:
+            mine = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
+        assert model.load_state_dict(mine, strict=False) == wanted
+        found = model.whole_state_dict()
+        assert all(torch.equal(found[n], t) for n, t in given.items() if n in found)
+        with pytest.raises(ValueError, match="lacks a.0.bias"):
+            model.load_state_dict(given)
+
+
 class Held(nn.Module):
     """A net with buffers that are not saved, that no layer uses, and of a norm that is frozen."""
 
@@ -705,6 +725,49 @@ def test_a_gradient_that_is_asked_for_alone_is_refused():
     assert all(p.grad is not None for p in model.parameters())
 
 
+WRONG_OPTIONS = {
+    "schedule": ("gpip", "give one of auto, gpipe, 1f1b, zb-h1"),
+    "recompute": ("maybe", "give one of never, except_last, always"),
+    "norm_scope": ("all", "give one of group, step"),
+    "reducer": ("nccl", "give one of auto, horovod, mpi, torch"),
+    "precision": (torch.bfloat16, "give one of fp32, bf16"),
+    "channels_last": ("no", "give True or False"),
+    "micro_batches": (2.5, "give a whole number of at least 1"),
+    "pad": (0, "give a whole number of at least 1"),
+    "image_size": ((64,), "give one number of pixels for each dim"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_options_that_mean_nothing_are_refused(name):
+    value, repair = WRONG_OPTIONS[name]
+    with pytest.raises(ValueError, match=f"{name} is .*: {repair}"):
+        distseg.distribute(network(), distseg.init_mesh(), **{name: value})
+
+
+def test_a_function_is_no_module():
+    with pytest.raises(ValueError, match="got function: give an instance of your module's class"):
+        distseg.distribute(lambda x: x, distseg.init_mesh())
+
+
+def test_a_module_without_values_is_filled_or_refused():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.gain = nn.Conv2d(3, 4, 1), nn.Parameter(torch.ones(4, 1, 1))
+
+        def forward(self, x):
+            return self.conv(x) * self.gain
+
+    mesh = distseg.init_mesh()
+    with torch.device("meta"):
+        net, scaled = Net(), Scaled()
+    filled = distseg.distribute(net, mesh).state_dict()
+    assert all(t.isfinite().all() for t in filled.values()) and filled["a.0.weight"].any()
+    with pytest.raises(ValueError, match="gain is on the meta device"):
+        distseg.distribute(scaled, mesh)
+
+
 @pytest.mark.parametrize("axes", [dict(samples=0), dict(tiles=(1, 0)), dict(tiles=2)])
 def test_wrong_meshes_are_named(axes):
     with pytest.raises(
@@ -832,12 +895,26 @@ def test_volumes():
         torch.testing.assert_close(p.grad, wanted[name], rtol=1e-11, atol=1e-13)
 
 
-def test_frozen_later_is_refused():
-    module = network()
-    model = distseg.distribute(module, distseg.init_mesh())
-    module.head.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="set requires_grad before"):
-        model.backward(*images(0, 1), "cross_entropy")
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("step", [_backward, _eager])
+def test_frozen_or_thawed_later_is_refused(comm, step):
+    """Before the first step and between steps, by a rank that has the layer and one that has not."""
+    if step is _eager and comm.size > 1:
+        pytest.skip("the eager form has one stage")
+    x, y = images(0, 1)
+    for name in ("a.0.weight", "head.weight"):
+        module = network()
+        module.get_parameter(name).requires_grad_(False)
+        model = distseg.distribute(module, distseg.init_mesh(stages=comm.size, comm=comm))
+        for changed, context in [(name, nullcontext), (name, model.no_sync), ("a.1.bias", None)]:
+            parameter = module.get_parameter(changed)
+            parameter.requires_grad_(not (before := parameter.requires_grad))
+            with pytest.raises(ValueError, match=f"{changed} has requires_grad .*whole_state_dict"):
+                step(model, x, y, distseg.PixelLoss(CE))
+            parameter.requires_grad_(before)
+            if context:
+                with context():
+                    step(model, x, y, distseg.PixelLoss(CE))
 
 
 @pytest.mark.parallel(2)

@@ -304,6 +304,15 @@ def test_another_model_is_named(tmp_path, model, message):
     assert torch.equal(model[0].weight, before), "nothing was copied"
 
 
+def test_a_model_without_values_is_refused(tmp_path):
+    folder = save(tmp_path, 1)
+    with torch.device("meta"):
+        model, _ = trained(0)
+    with pytest.raises(ValueError, match=r"0.weight of the model is on the meta device.*to_empty"):
+        load_weights(folder, model)
+    load_weights(folder, model.to_empty(device="cpu"))
+
+
 def test_another_optimizer_is_not_taken_without_a_word(tmp_path):
     folder = save(tmp_path, 1, model=trained(3, "adam"))
     model, optimizer = trained(0, "sgd")

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 
 from distseg.comm.collective import add
 from distseg.comm.launch import JointFailure, raise_jointly
+from distseg.comm.replicas import broadcast
 from distseg.comm.staging import upload
 from distseg.config.sizes import Size
 from distseg.data.arrays import Arrays, Stacked
@@ -122,7 +123,14 @@ class DistributedModel(nn.Module):
             found: (name, tensor) pairs, with the names of the captured network.
         """
         named = user_names(found, self.network).items()
-        return sorted(named, key=lambda item: self._order.get(item[0], len(self._order)))
+        return sorted(named, key=lambda item: self._position(item[0]))
+
+    def _position(self, name: str) -> int:
+        """Return the position of a tensor in the state dict of the user's module.
+
+        Tensors that are not saved come last.
+        """
+        return self._order.get(name, len(self._order))
 
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
         """Return the tensors of this rank, by their names in the user's module.
@@ -160,7 +168,8 @@ class DistributedModel(nn.Module):
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """Copy the values of a state dict into the tensors of this rank's layers.
 
-        All ranks must call it together.
+        All ranks must call it together. If replicas give different values, all of them get the
+        values of the first replica.
 
         Args:
             state_dict: a state dict of the user's module, or of this rank.
@@ -169,8 +178,8 @@ class DistributedModel(nn.Module):
             assign: must be False, because the optimizer updates the tensors that the model has now.
 
         Returns:
-            The names of missing and of unexpected tensors, as from a PyTorch module. The second
-            list is always empty.
+            The names of missing and of unexpected tensors, as from a PyTorch module. With several
+            stages they are those of all stages, on every rank.
 
         Raises:
             ValueError: a name or a shape differs, or ``assign`` is True. It is raised on all ranks,
@@ -195,17 +204,21 @@ class DistributedModel(nn.Module):
                         f"but {tuple(tensor.shape)} in the network: load the state dict of this "
                         "network"
                     )
-        known = {name for names in self.mesh.world.allgather(list(own)) for name in names}
+        of_all = self.mesh.world.allgather({name: name in state_dict for name in own})
+        known = {name for found in of_all for name in found}
+        lacking = {name for found in of_all for name in found if not found[name]}
+        unexpected = [name for name in state_dict if name not in known]
         with raise_jointly(self.mesh.world):
-            if strict and (others := sorted(set(state_dict) - known)):
+            if strict and unexpected:
                 raise ValueError(
-                    f"the state dict has the entry {others[0]}, but the network has none of this "
-                    "name: load the state dict of this network"
+                    f"the state dict has the entry {min(unexpected)}, but the network has none of "
+                    "this name: load the state dict of this network"
                 )
         for name, tensor in own.items():
             if name in state_dict:
                 tensor.copy_(state_dict[name])
-        return nn.modules.module._IncompatibleKeys([n for n in own if n not in state_dict], [])
+        broadcast(self.network, self.mesh.replicas)
+        return nn.modules.module._IncompatibleKeys(sorted(lacking, key=self._position), unexpected)
 
     def train(self, mode: bool = True) -> DistributedModel:
         """Set training or evaluation mode of the layers, and return the model.
@@ -445,8 +458,10 @@ class DistributedModel(nn.Module):
         for name, p in self.network.named_parameters():
             if p.requires_grad != (p in self._trained):
                 raise ValueError(
-                    f"{name} has requires_grad {p.requires_grad}, but had {not p.requires_grad} "
-                    "when the model was made: set requires_grad before distseg.distribute"
+                    f"{user_name(name, self.network)} has requires_grad {p.requires_grad}, but had "
+                    f"{not p.requires_grad} when the model was made: set requires_grad before "
+                    "distseg.distribute, or load model.whole_state_dict() into a new module, set "
+                    "requires_grad there, and distribute it"
                 )
 
     def _check(self, images: Arrays | Stacked) -> None:

@@ -229,9 +229,15 @@ def load_weights(checkpoint: Path, model: nn.Module, part: bool = False) -> None
 
     Raises:
         ValueError: names or shapes differ, or a tensor is damaged. The message names the tensor and
-            both shapes.
+            both shapes. It is also raised if a tensor of ``model`` is on the meta device.
     """
     own = model.state_dict()
+    for name, tensor in own.items():
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} of the model is on the meta device, which holds no values: call "
+                f'model.to_empty(device="cpu") before the weights of {checkpoint} are loaded'
+            )
     tensors, names = _load_tensors(checkpoint, "weights", lambda name: not part or name in own)
     for name in own if part else [*own, *names]:
         if name not in tensors or name not in own or tensors[name].shape != own[name].shape:

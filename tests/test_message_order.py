@@ -179,9 +179,52 @@ def drawn(seed: int) -> dict:
     return found
 
 
+DRAWN = range(72)
+
+
+def test_the_drawn_jobs_have_every_kind_of_message():
+    jobs = [drawn(seed) for seed in DRAWN]
+    staged = [job for job in jobs if job["stages"] > 1]
+    streamed = [job for job in jobs if "streamed" in job]
+    for name, values in {
+        "schedule": {"gpipe", "1f1b", "zb-h1", "auto"},
+        "placement": {"linear", "v-shaped"},
+        "recompute": {"never", "except_last", "always"},
+    }.items():
+        assert {job[name] for job in staged if name in job} == values
+    exchanges = {"1", "2", "level", "all"}
+    assert {job["exchange_every"] for job in jobs if "exchange_every" in job} == exchanges
+    assert {job["norm_scope"] for job in jobs if "norm_scope" in job} == {"group", "step"}
+    assert {job["stages"] for job in streamed} == {1, 2, 3, 4}
+
+
+def swapped(programs: list[list], draw: random.Random) -> list[list] | None:
+    """Return programs in which one rank starts two messages, or collectives, the wrong way round."""
+    pairs = []
+    for rank, steps in enumerate(programs):
+        before: dict = {}  # by sender, receiver and tag: the step with the message before
+        for n, step in enumerate(steps):
+            if isinstance(step, Start):
+                way = step.messages[0][:4]
+            elif isinstance(step, Collective):
+                way = step.comm
+            else:
+                continue
+            if way in before and steps[before[way]] != step:
+                pairs.append((rank, before[way], n))
+            before[way] = n
+    if not pairs:
+        return None
+    rank, a, b = draw.choice(pairs)
+    found = [list(steps) for steps in programs]
+    found[rank][a], found[rank][b] = found[rank][b], found[rank][a]
+    return found
+
+
 @pytest.mark.covering(cases=12)
-@pytest.mark.parametrize("seed", range(72))
+@pytest.mark.parametrize("seed", DRAWN)
 def test_drawn_programs_have_no_deadlock(seed):
+    """And the proof fails if one rank has two messages the wrong way round."""
     settings = drawn(seed)
     job = planned("160x96", **settings)
     programs = prove_order(job)
@@ -192,6 +235,11 @@ def test_drawn_programs_have_no_deadlock(seed):
             prove_order(job, STREAM)
     else:
         prove_order(job, STREAM)
+    wrong = swapped(programs, random.Random(seed))
+    assert (wrong is None) == (shape.size == 1)
+    if wrong:
+        with pytest.raises(ValueError, match="give all ranks one order|wait for each other"):
+            check_order(wrong)
 
 
 PIPELINE = dict(tiles="1x2", stages=2, accumulate=4, schedule="1f1b", exchange_every="1")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from . import launch
+from . import launch, transport
 from .effort import POLL, Effort
 
 
@@ -37,7 +37,10 @@ def run(n: int, argv: list[str], timeout: float, env: dict[str, str], cwd) -> Do
         texts = [(folder / name).read_text(errors="replace") for name in ("out", "err")]
     finally:
         launch.remove(folder)
-    done = Done(process.args, process.returncode, *texts, seconds)
+    (stdout, stderr), status = texts, process.returncode
+    if transport.TORCH:
+        status, stderr = transport.as_of_ranks(status, stderr)
+    done = Done(process.args, status, stdout, stderr, seconds)
     if late:
         pytest.fail(
             f"timed out after {timeout:g} s, stack of every rank below\n{done}", pytrace=False

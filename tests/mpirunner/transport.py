@@ -4,6 +4,7 @@ DISTSEG_TEST_TRANSPORT=torch pytest tests/test_exact.py    # the same tests, the
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def torchrun(n: int, argv: list[str]) -> list[str]:
     """torchrun for `python argv...` on n ranks."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     return [*run, str(n), "--no-python", sys.executable, *argv]
+
+
+_REPORT = re.compile(  # of torchrun, on ranks that failed
+    r"^E\d+ .* failed \(exitcode: (-?\d+)\).*?^Root Cause.*?^=+$\n?", re.M | re.S
+)
+
+
+def as_of_ranks(status: int, stderr: str) -> tuple[int, str]:
+    """The exit status of the rank that failed first, and stderr without torchrun's report, which ends with status 1 itself."""
+    if status != 1 or (report := _REPORT.search(stderr)) is None:
+        return status, stderr
+    found = int(report[1])
+    return (found if found > 0 else 128 - found), _REPORT.sub("", stderr)
 
 
 def world():

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -52,6 +53,7 @@ from distseg.models.capture.capture import as_network
 from distseg.models.capture.checks import joins_images
 from distseg.models.layers import padded
 from distseg.models.own import built
+from distseg.runtime.precision import emulation
 from distseg.training.distributed import DistributedModel, Shard
 from distseg.training.engine import Engine
 
@@ -280,6 +282,8 @@ def distribute(
         channels_last,
         loss=PixelLoss(torch.sub),
     )
+    if mesh.world.rank == 0 and (text := emulation(precision, mesh.device)):
+        warnings.warn(text, stacklevel=2)
     returned = Outputs(channels, dims, engine.model.of_image)
     names = outputs and [str(name) for name in outputs]
     return DistributedModel(network, engine, bands, returned, names, inputs, order, joined)

@@ -326,6 +326,12 @@ def test_the_number_type_counts_in_memory_and_messages():
     assert auto.work(machine(precision="bf16")).precision == "bf16"
 
 
+@pytest.mark.parametrize("profile", ["summit-v100", "dgx1-v100"])
+def test_bf16_is_never_planned_for_gpus_that_emulate_it(profile):
+    training = PlannedTraining.of(auto(train=TrainConfig(precision="auto")), Size("96x128"))
+    assert training.precisions(load_machine(profile)) == ["fp32"]
+
+
 @pytest.mark.parametrize(
     "given, fast, chosen", [("auto", 4e14, "bf16"), ("auto", 1e11, "fp32"), ("fp32", 4e14, "fp32")]
 )

@@ -1,18 +1,22 @@
 """What is asked before memory of a GPU is handed to MPI, and the buffers of messages, as far as a CPU can tell (see test_fake_cuda.py)."""
 
 import ctypes
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from mpirunner.transport import needs_mpi
+from torch import nn
 
+import distseg
 from distseg.comm.collective import Alone
 from distseg.comm.cuda_aware import cuda_aware, says
 from distseg.comm.mail import Form
 from distseg.comm.staging import Buffers, upload, wait_for_device
 from distseg.config.settings import TrainConfig
-from distseg.runtime.precision import choose, gpu_lines
+from distseg.runtime import precision
+from distseg.runtime.precision import choose, emulation, gpu_lines
 
 CPU = torch.device("cpu")
 
@@ -174,6 +178,8 @@ def gpu(monkeypatch):
     [
         ((8, 0), "auto", ("bf16", True)),
         ((7, 0), "auto", ("fp32", True)),
+        ((7, 5), "auto", ("fp32", True)),
+        ((7, 0), "bf16", ("bf16", True)),
         ((9, 0), "fp32", ("fp32", True)),
         ((9, 0), "fp64", ("fp64", False)),
     ],
@@ -181,6 +187,22 @@ def gpu(monkeypatch):
 def test_precision_and_format_of_a_gpu(gpu, capability, asked, found):
     gpu(*capability)
     assert choose(TrainConfig(precision=asked), GPU, Alone()) == found
+
+
+def test_a_gpu_that_emulates_bf16_is_named(gpu, monkeypatch):
+    """PyTorch says of a V100, too, that bf16 is supported."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
+    gpu(7, 0)
+    assert emulation("fp32", GPU) is None
+    wanted = r"bf16 is emulated on this GPU \(compute capability 7.0, below 8.0\).*to fp32"
+    assert re.match(wanted, emulation("bf16", GPU))
+    gpu(8, 0)
+    assert emulation("bf16", GPU) is None
+    monkeypatch.setattr(precision, "fast_bf16", lambda device: False)
+    network = nn.Conv2d(3, 2, 1)
+    with pytest.warns(UserWarning, match="bf16 is emulated on this CPU"):
+        distseg.distribute(network, distseg.init_mesh(), precision="bf16")
+    assert next(network.parameters()).dtype == torch.float32
 
 
 def test_what_is_said_of_a_gpu(gpu, monkeypatch):

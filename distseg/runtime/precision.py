@@ -39,6 +39,24 @@ def fast_bf16(device: torch.device) -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def emulation(precision: str, device: torch.device) -> str | None:
+    """Return a warning if the device emulates bf16, else None.
+
+    ``torch.cuda.is_bf16_supported()`` is no test, because PyTorch counts emulation as support.
+
+    Args:
+        precision: fp64, fp32 or bf16.
+        device: the device of this rank.
+    """
+    if precision != "bf16" or fast_bf16(device):
+        return None
+    where = "this CPU (no AVX512-BF16 and no AMX)"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        where = f"this GPU (compute capability {major}.{minor}, below 8.0)"
+    return f"bf16 is emulated on {where}, which is slower than fp32: set the precision to fp32"
+
+
 def gpu_lines(device: torch.device, precision: str, world) -> list[str]:
     """Return log lines about a run on GPUs; the list is empty on a CPU.
 

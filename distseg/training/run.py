@@ -37,7 +37,7 @@ from distseg.report.disk import locked
 from distseg.report.loggers.opening import check_loggers
 from distseg.runtime.loss_scale import LossScale
 from distseg.runtime.optimizer import state_copies
-from distseg.runtime.precision import choose, gpu_lines
+from distseg.runtime.precision import choose, emulation, gpu_lines
 from distseg.tiling.tile import check_dims, owned_tiles
 from distseg.training.checkpoint.files import load_optimizer, load_weights, read_run_manifest, share
 from distseg.training.checkpoint.own_runs import remember_run
@@ -384,7 +384,7 @@ class Run:
             f"{engine.precision}" + (", channels_last" if engine.channels_last else ""),
             f"{config.train.epochs} epochs of {self.loader.steps_per_epoch} steps, {self._batch} "
             "images a step",
-            *filter(None, [transport_line()]),
+            *filter(None, [emulation(engine.precision, engine.device), transport_line()]),
             str(self.threads),
             *gpu_lines(engine.device, engine.precision, mesh.world),
         ]

@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant("class weights of ignored pixels count", "layers/loss.py", "_beside_a_sum(weights.where(valid, 0).sum())", "_beside_a_sum(weights.sum())", "loss"),
     Mutant("the best checkpoint is one that was set aside", "training/checkpoint/saving.py", "        best, score = _best_of(folder, there)\n", "        best, score = (read_index(folder)[key] for key in (\"best\", \"best_score\"))\n", "checkpoint"),
     Mutant("the last epoch is not validated", "training/loop.py", "and (self.ended or (number + 1) % train.validate_every == 0)", "and (number + 1) % train.validate_every == 0", "validation"),
-    Mutant("a larger error is a better score", "inference/metrics.py", 'return -validation["rmse"]', 'return validation["rmse"]', "metrics"),
+    Mutant("a larger error is a better score", "inference/metrics.py", 'return -validation["rmse"] if', 'return validation["rmse"] if', "metrics"),
     Mutant("windows of each round through a pipeline are numbered from 0", "inference/windows.py", "yield first + m, output", "yield m, output", "predictor"),
     Mutant("statistics of all layers have the width of the first", "layers/norm.py", "(x.flatten().split(channels) for x in total)", "(x.flatten().split(channels[0]) for x in total)", "norm"),
     Mutant("PyTorch's unbiased variance counts as the biased one", "layers/norm.py", "var.double() * (count - 1)", "var.double() * count", "norm"),

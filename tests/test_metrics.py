@@ -1,5 +1,7 @@
 """Scores of a small map, by counting."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,7 @@ def test_a_class_found_where_there_is_none_counts_against_it():
         ({"mean_iou": None, "accuracy": None}, None),
         ({"accuracy": 0.9}, 0.9),
         ({"rmse": 3.0, "r2": 0.5}, -3.0),
+        ({"rmse": math.nan, "r2": math.nan}, None),
     ],
 )
 def test_a_higher_score_is_a_better_network(validation, score):

@@ -162,7 +162,7 @@ def test_of_several_outputs_the_loss_of_the_first_counts(tmp_path):
 
 
 def test_an_equal_or_unknown_score_is_no_improvement():
-    scores = [0.5, None, 0.5, 0.6, float("nan"), 0.4]
+    scores = [0.5, None, 0.5, 0.6, None, 0.4]
     waited, at = [], Position()
     for epoch, score in enumerate(scores, 1):
         at = at.with_validation(epoch, {}, score)

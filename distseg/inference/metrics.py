@@ -5,6 +5,8 @@ Confusion matrices of tiles and ranks are added up before the scores are compute
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 
@@ -119,13 +121,13 @@ def score_of(validation: dict) -> float | None:
     """Return the score by which checkpoints are compared; higher is better.
 
     It is the mean IoU of a segmentation, the accuracy of a classification of whole images, or the
-    negative rmse of a regression. It is None if that score is None, for instance because no pixel
-    was evaluated.
+    negative rmse of a regression. It is None if that score is None or not finite, for instance
+    because no pixel was evaluated or because a predicted number overflowed.
 
     Args:
         validation: the scores, as returned by :func:`scores` or
             :func:`distseg.inference.images.scores_of_images`.
     """
     if "rmse" in validation:
-        return -validation["rmse"]
+        return -validation["rmse"] if math.isfinite(validation["rmse"]) else None
     return validation["mean_iou"] if "mean_iou" in validation else validation["accuracy"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -78,8 +77,7 @@ class Position:
             validation: its scores.
             score: the score that is compared, higher is better; None if it is unknown.
         """
-        known = score is not None and math.isfinite(score)
-        better = known and (self.best_score is None or score > self.best_score)
+        better = score is not None and (self.best_score is None or score > self.best_score)
         best = {"best_epoch": epoch, "best_score": score} if better else {}
         return replace(self, validation=validation, validated=epoch, **best)
 

@@ -50,7 +50,7 @@ def written(tmp_path, name: str):
 
 @pytest.mark.parametrize("name", WRITE)
 def test_pixels_that_were_read_leave_the_process(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(mapped, "_SMALL", 0)  # else the mask, 8 MB, would be kept in memory
+    monkeypatch.setattr(mapped, "MOST_IN_MEMORY", 0)  # else the mask, 8 MB, would be kept in memory
     path, pixels = written(tmp_path, name)
     open_image(path).read(Box((0, 0), (1, 1)))  # loads the decoder
     before = taken()

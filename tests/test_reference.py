@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import threading
@@ -15,8 +16,9 @@ from test_georeference import geotiff
 from test_masks import palette, run
 from test_train import config
 
+from distseg.comm.alone import Alone
 from distseg.comm.launch import JointFailure
-from distseg.config.settings import DataConfig
+from distseg.config.settings import DataConfig, StreamingConfig
 from distseg.data import referring
 from distseg.data.loader import StepLoader
 from distseg.data.store import file_pixels, open_files
@@ -27,6 +29,7 @@ from distseg.data.store.layout import REFERRING
 from distseg.data.store.source import Source, changes, source_files
 from distseg.data.store.store import Store
 from distseg.tiling.tile import Box, ReceptiveField, boxes_of
+from distseg.training import engine
 from distseg.training.run import Run
 
 SIZE = (270, 530)  # more than one chunk a side, and none of them full
@@ -297,6 +300,20 @@ def test_all_ranks_refuse_a_file_that_is_gone_before_training(comm, shared_path)
         Run(config(shared_path, 2), comm)
 
 
+def test_decoded_images_count_in_the_memory_limit(tmp_path, monkeypatch):
+    """A rank keeps as many as a micro-batch has, and its tiles get the rest of the limit."""
+    monkeypatch.setattr(engine, "memory_in_use", lambda _: 10**8)
+    folders(tmp_path, "a.png", png)
+    os.rename(both(tmp_path)[1].path, tmp_path / "store.h5")
+    plan = config(tmp_path, 1)
+    limited = replace(plan, streaming=StreamingConfig(memory=10**10))
+    run = Run(limited, Alone())
+    free = Run(replace(plan, train=replace(plan.train, output=str(tmp_path / "free"))), Alone())
+    kept = plan.data.images * (16 << 20)
+    assert (run.store.decoded_bytes, free.store.decoded_bytes) == (kept, 256 << 20)
+    assert run.engine.base_memory() - free.engine.base_memory() == kept
+
+
 def test_only_plain_files_are_opened(tmp_path):
     folders(tmp_path, "a.npy", npy)
     _, refers = both(tmp_path)
@@ -395,7 +412,7 @@ def test_open_files_are_bounded(tmp_path, monkeypatch):
     whole = Source.open
     monkeypatch.setattr(Source, "open", lambda s, f: opened.append(s.files[0].path) or whole(s, f))
 
-    def read(numbers):
+    def read(numbers, store=store):
         opened.clear()
         for number in numbers:
             expected = np.roll(PIXELS, int(number), 1)[:, :20, :30]
@@ -403,6 +420,9 @@ def test_open_files_are_bounded(tmp_path, monkeypatch):
         return "".join(path[-5] for path in opened)
 
     assert read("01230123") == "0123"
+    limited = pickle.loads(pickle.dumps(Store(tmp_path / "s.h5", most_decoded=1)))
+    assert (store.decoded_bytes, limited.decoded_bytes) == (256 << 20, 16 << 20)
+    assert read("0011", limited) == "01", "with a memory limit fewer decoded images are kept"
     monkeypatch.setattr(open_files, "MOST_KEPT", 2 * PIXELS.size)
     assert read("3201323") == "0132"
     assert read("01020") == "012", "the file that was used longest ago is closed first"

@@ -53,7 +53,7 @@ def run_evaluate(
     predictor, manifest = load_predictor(run, config, world, device)
     checks = first_on_node(world)
     with raise_jointly(world):
-        store = store_for(config.data, manifest)
+        store = store_for(config.data, manifest, config.streaming.memory)
         if checks:
             store.check_files()
         _check_store(store, split, manifest, predictor, run)

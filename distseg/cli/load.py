@@ -135,15 +135,17 @@ def load_predictor(
     return predictor, manifest
 
 
-def store_for(data: DataBase, manifest: dict) -> Store:
+def store_for(data: DataBase, manifest: dict, memory: int | None = None) -> Store:
     """Return the store of ``data.store``, normalised by mean and deviation of a run's training.
 
     Args:
         data: the settings of the section ``data``.
         manifest: the manifest of a checkpoint of the run.
+        memory: the memory limit of a rank in bytes; None without one. With a limit, the decoded
+            pixels of one file are kept, where they can only be decoded as a whole.
     """
     constants = manifest["data"]["mean"], manifest["data"]["std"]
-    return Store(data.store, constants, data.shrink)
+    return Store(data.store, constants, data.shrink, None if memory is None else 1)
 
 
 def check_types(store: Store, split: str, manifest: dict) -> None:

@@ -119,7 +119,7 @@ def run_predict(
                     f"folders"
                 )
         else:
-            store = store_for(config.data, manifest)
+            store = store_for(config.data, manifest, config.streaming.memory)
             if checks:
                 store.check_files()
             check_types(store, split, manifest)

@@ -88,6 +88,7 @@ class Engine(ParameterUpdate):
         precision: fp32, bf16 or fp16 (autocast), or fp64.
         channels_last: True for the channels_last memory format.
         loss: the loss of the steps; by default the loss that the config names.
+        decoded: bytes of memory of ``device`` that decoded images take beside the step.
 
     Raises:
         ValueError: the model cannot be trained, or settings contradict each other. It is raised on
@@ -104,8 +105,9 @@ class Engine(ParameterUpdate):
         precision: str = "fp32",
         channels_last: bool = False,
         loss: Criterion | None = None,
+        decoded: int = 0,
     ):
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self._decoded = config, mesh, decoded
         self.precision, self.channels_last = precision, channels_last
         mesh.waits.timeout = config.run.timeout
         with raise_jointly(mesh.world):
@@ -273,8 +275,8 @@ class Engine(ParameterUpdate):
     def base_memory(self) -> int:
         """Return the number of bytes that this rank needs beside the activations.
 
-        On a GPU it is memory of the GPU, else memory of the process. Gradients and the optimizer's
-        state are included even if they are not allocated yet.
+        On a GPU it is memory of the GPU, else memory of the process. Gradients, the optimizer's
+        state and decoded images are included even if they are not allocated yet.
         """
         weights = sum(p.numel() * p.element_size() for p in self.parameters)
         # 16-bit copies, and their gradients
@@ -286,6 +288,7 @@ class Engine(ParameterUpdate):
             + gradients
             + weights * state_copies(self.config.optim)
             + cast
+            + self._decoded
         )
 
     def predictor(self) -> Predictor:

@@ -98,7 +98,9 @@ class Run:
         self.device, self.threads = set_up(world, config.run.device, config.run.threads)
         checks = first_on_node(world)
         with raise_jointly(world):
-            self.store = _open_store(config.data)
+            # Within a memory limit, no more decoded images are kept than a micro-batch has.
+            limited = config.streaming.memory is not None and self.device.type != "cuda"
+            self.store = _open_store(config.data, config.data.images if limited else None)
             if checks:
                 self.store.check_files()
             first = self.store.size(self.store.split("train")[0])
@@ -179,7 +181,14 @@ class Run:
             )
         else:
             self.engine = engine = Engine(
-                config, self.mesh, self.model, self.image, self.device, precision, channels_last
+                config,
+                self.mesh,
+                self.model,
+                self.image,
+                self.device,
+                precision,
+                channels_last,
+                decoded=self.store.decoded_bytes if limited else 0,
             )
         with raise_jointly(world):
             self.loader = (
@@ -470,10 +479,10 @@ def lock_run(output: Path) -> IO:
     return lock
 
 
-def _open_store(data: DataBase) -> Store:
+def _open_store(data: DataBase, most_decoded: int | None) -> Store:
     if not data.store:
         raise ValueError("data.store is not set: name the HDF5 store that 'distseg prepare' wrote")
-    return Store(data.store, shrink=data.shrink)
+    return Store(data.store, shrink=data.shrink, most_decoded=most_decoded)
 
 
 def _outputs(model: ModelBase, store: Store) -> int | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from distseg.report.disk import free_bytes
 
-_SMALL = 1 << 24  # bytes up to which an array is kept in memory
+MOST_IN_MEMORY = 1 << 24  # bytes up to which an array is kept in memory
 _SHARE = 2  # a scratch file may take one half of the free bytes of its disk
 
 
@@ -36,7 +36,7 @@ def mapped_array(
         disk, or cannot be created.
     """
     needed = math.prod(shape) * np.dtype(dtype).itemsize
-    if needed <= _SMALL or folder == "memory":
+    if needed <= MOST_IN_MEMORY or folder == "memory":
         return np.empty(shape, dtype)
     folder = folder or tempfile.gettempdir()
     try:

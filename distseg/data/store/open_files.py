@@ -23,10 +23,13 @@ class OpenFiles:
 
     Args:
         store: the store.
+        most_decoded: the most files whose decoded pixels are kept; None for as many as fit into
+            256 MiB.
     """
 
-    def __init__(self, store: str):
+    def __init__(self, store: str, most_decoded: int | None = None):
         self._store, self._lock = store, threading.Lock()
+        self._most_decoded = _MOST_OPEN if most_decoded is None else most_decoded
         self._readers: dict[tuple, Reader] = {}  # the one that was used last comes last
 
     def reader(self, source: Source) -> Reader:
@@ -46,5 +49,9 @@ class OpenFiles:
 
     def _fits(self) -> bool:
         """Return True if the open files are no more than allowed, and keep few enough bytes."""
-        kept = sum(reader.kept for reader in self._readers.values())
-        return kept <= MOST_KEPT and len(self._readers) <= _MOST_OPEN
+        kept = [reader.kept for reader in self._readers.values() if reader.kept]
+        return (
+            sum(kept) <= MOST_KEPT
+            and len(kept) <= self._most_decoded
+            and len(self._readers) <= _MOST_OPEN
+        )

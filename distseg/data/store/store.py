@@ -22,11 +22,12 @@ import numpy as np
 from distseg.config.sizes import Size
 from distseg.config.spelling import did_you_mean
 from distseg.data.formats.georeference import Georeference
+from distseg.data.formats.mapped import MOST_IN_MEMORY
 from distseg.data.nodata import missing
 from distseg.data.store import hdf5, header, layout
 from distseg.data.store.chunks import AGAIN, Chunked, ChunkReader, Damage, Sums
 from distseg.data.store.file_pixels import FilePixels
-from distseg.data.store.open_files import OpenFiles
+from distseg.data.store.open_files import MOST_KEPT, OpenFiles
 from distseg.data.store.source import Source, changes, check_unchanged, folder_of
 from distseg.data.store.writer import StoreWriter  # noqa: F401  (part of this interface)
 from distseg.tiling.tile import Box
@@ -51,6 +52,9 @@ class Store:
         shrink: average blocks of ``shrink`` pixels a side into one pixel. Rows and columns that
             fill no whole block are dropped. Only for images that have no labels of pixels and no
             pixels without data.
+        most_decoded: the most image files whose decoded pixels each process keeps, if the store
+            refers to files that can only be decoded as a whole; None for as many as fit into
+            256 MiB.
 
     Raises:
         FileNotFoundError: the store does not exist.
@@ -64,8 +68,10 @@ class Store:
         path: str | Path,
         constants: tuple[Sequence[float], Sequence[float]] | None = None,
         shrink: int = 1,
+        most_decoded: int | None = None,
     ):
         self.path, self._constants, self.shrink = str(path), constants, shrink
+        self._most_decoded = most_decoded
         self._files: list[OpenFiles] = []  # this process's last, after those of its parents
         self._open()
         found = header.read(self.path, self._handle)
@@ -91,7 +97,19 @@ class Store:
         self._say_version()
 
     def __reduce__(self):
-        return Store, (self.path, self._constants, self.shrink)
+        return Store, (self.path, self._constants, self.shrink, self._most_decoded)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """The most bytes of memory that decoded pixels of files take; 0 if there are no files.
+
+        Decoded images above a limit are in scratch files.
+        """
+        if not any(entry.source is not None for entry in self._images.values()):
+            return 0
+        if self._most_decoded is None:
+            return MOST_KEPT
+        return min(MOST_KEPT, self._most_decoded * MOST_IN_MEMORY)
 
     @property
     def bands(self) -> int:
@@ -309,7 +327,7 @@ class Store:
         self._handle, self._process = hdf5.opened(self.path, "store", _MADE_BY), os.getpid()
         self._descriptor = os.dup(self._handle.id.get_vfd_handle())
         self._readers: dict[tuple[str, str], Chunked] = {}
-        self._files.append(OpenFiles(self.path))
+        self._files.append(OpenFiles(self.path, self._most_decoded))
         self._lock, self._chunks_kept = threading.Lock(), 0
         weakref.finalize(self, os.close, self._descriptor)
 

@@ -443,7 +443,7 @@ def _fields(path: str, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.N
         if key.value in seen:
             raise SettingError(
                 "DS315",
-                f"{place}: {_short(key.value)} is {what} that line {seen[key.value]} has already: "
+                f"{place}: {_short(key.value)} is {what} that line {seen[key.value]} sets already: "
                 "leave one of them out",
             )
         seen[key.value] = line

@@ -897,7 +897,10 @@ class Planner:
         """
         found = self._cut_on(self._layers_on_tile(layout), layout.stages, self._policy(layout))
         if found is None:
-            raise ValueError(f"no split into {layout.stages} stages fits {self.limit:.3g} B")
+            raise ValueError(
+                f"no split into {layout.stages} stages fits {self.limit:.3g} B of memory a rank: "
+                "use more stages or tiles, or a larger limit"
+            )
         return found
 
     def _find_cut(self, on_tile: _LayersOnTile, stages: int, policy: Policy) -> _Stages | None:

@@ -358,8 +358,8 @@ def check_auto(
     if taken:
         raise SettingError(
             "DS234",
-            f"mesh.layout is auto, but {taken}: the choice of a layout does not know this "
-            "setting, so leave one of the two out",
+            f"mesh.layout is auto, but {taken}, a setting that auto cannot take into account: "
+            "leave one of the two out",
         )
 
 

@@ -936,8 +936,8 @@ def _check_only_use(gradient: Tensor, seen: list[Tensor]) -> None:
     seen.clear()
     if not torch.equal(gradient, wanted) and not torch.allclose(gradient, wanted, rtol=1e-9):
         raise ValueError(
-            "besides the criterion, the loss has terms that were computed from the output of one "
-            "tile, not from the whole image: compute these terms in the criterion's function"
+            "besides the criterion, the loss has terms of the model's output, but each rank has "
+            "only the output of one tile: compute these terms in the criterion's function"
         )
 
 

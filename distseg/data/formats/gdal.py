@@ -181,7 +181,10 @@ def _checked_sources(path: Path, rasterio: Any, above: tuple[Path, ...] = ()) ->
                 "copy this raster to a GeoTIFF (gdal_translate) and make the VRT anew"
             )
         if source.resolve() in above:
-            raise ValueError(f"{path} takes pixels from {text}, which takes pixels from it")
+            raise ValueError(
+                f"{path} takes pixels from {text}, which takes pixels from it: make one of the two "
+                "files anew, from other rasters"
+            )
         lossy = _checked_sources(source, rasterio, (*above, path.resolve())) or lossy
         with _open(source, rasterio, [*_DRIVERS, *_SOURCE_DRIVERS]) as file:
             lossy = _lossy(file) or lossy

@@ -94,8 +94,8 @@ def open_image(
     path = Path(path)
     if level and not _has_levels(path):
         raise ValueError(
-            f"--level is {level}, but {path} is no OME-Zarr image, the only one of which another "
-            "level than 0 is read: leave --level out"
+            f"--level is {level}, but {path} is no OME-Zarr image, and other files have level 0 "
+            "only: leave --level out"
         )
     reader = _opened(path, dims, scratch, alpha, level=level)
     if reader.coded:

@@ -242,6 +242,7 @@ def _batch(samples: int, most: int) -> int:
 def _model(
     data: TrainingData, computer: Computer, network: str | None, crop: Size | None
 ) -> list[Choice]:
+    """Return the settings of the network: as the user names it, or a U-Net that fits the images."""
     if data.of_images and network is None:
         return _classifier(data)
     name = network or "unet"
@@ -270,6 +271,7 @@ def _model(
 
 
 def _classifier(data: TrainingData) -> list[Choice]:
+    """Return the settings of a residual network for images with one label each."""
     if data.dims != 2:
         raise ValueError(
             f"{data.path} has one label for each volume, for which distseg has no network: name "
@@ -337,6 +339,7 @@ def _weights(data: TrainingData, what: str) -> list[Choice]:
 def _samples(
     data: TrainingData, images: int, crop: Size | None, ranks: int, found: Prediction | None
 ) -> list[Choice]:
+    """Return the settings of the samples: store, images in a step, crops and augmentation."""
     memory = "" if found is None else f"; a step takes up to {si(found.memory, 'B')} a rank"
     choices = [
         Choice("data.store", data.path, "the training data"),

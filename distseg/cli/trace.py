@@ -119,6 +119,7 @@ def _opened(path: str) -> Iterator[_Source]:
 
 
 def _of_hdf5(file, path: str) -> _Source:
+    """Return the label map of a class map of distseg, an open HDF5 file."""
     kind = file.attrs.get("format", b"")
     if "classes" not in file and kind in (FORMAT, FORMAT.encode()):
         raise ValueError(
@@ -153,6 +154,7 @@ def _of_hdf5(file, path: str) -> _Source:
 
 
 def _of_mask(path: str) -> _Source:
+    """Return the label map of an image file, which is read a few rows at a time."""
     reader = open_mask(path)
     height, width = reader.size
 

@@ -533,6 +533,7 @@ class Guardian:
         )
 
     def _join(self, message: dict) -> None:
+        """Connect to the guardians of ranks 0 and 1, whose addresses the watched rank has sent."""
         self.folder, self.number = message["folder"], message["rank"]
         self.members = [Member(rank, host) for rank, host in enumerate(message["join"])]
         if len(self.members) == 1:

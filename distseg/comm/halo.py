@@ -290,6 +290,13 @@ class HaloExchange:
         coming: dict[int, list[Strip]],
         tag: int,
     ) -> dict[int, Receipt]:
+        """Post the receives, pack and send the strips; return the receives that are under way.
+
+        Args:
+            tensors: this rank's tensors, from which the strips are taken.
+            going, coming: for each other rank, the strips to send and the strips to receive.
+            tag: the tag of the messages.
+        """
         arriving = {
             rank: self.mail.receive_bytes(self._bytes(strips), rank, tag)
             for rank, strips in coming.items()

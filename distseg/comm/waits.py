@@ -73,6 +73,7 @@ class Waits:
             self._wait(request, what)
 
     def _wait(self, request, what: str) -> None:
+        """Test a request until it is complete; do deferred work between tests, and later sleep."""
         start = time.perf_counter()
         patience, pause, reported = start + 1e-4, 5e-5, False
         try:

@@ -192,6 +192,10 @@ def join(comm, folder: str | Path | None = None) -> None:
 
 
 def _start(rank: int) -> None:
+    """Start the guardian of this process and share a page of memory with it.
+
+    If the system allows no more processes, print a warning and go on without a guardian.
+    """
     global _guardian
     memory, stacks = os.memfd_create("distseg-watch"), os.memfd_create("distseg-stacks")
     os.ftruncate(memory, PAGE)

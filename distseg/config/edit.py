@@ -45,6 +45,7 @@ def with_settings(text: str, settings: Mapping[str, Any]) -> str:
 
 
 def _with_setting(text: str, section: str, field: str, value: str) -> str:
+    """Return the text of a config with another value of one setting, or with the new setting."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     content = _entry(root, section)
     if content is None:

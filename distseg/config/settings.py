@@ -335,6 +335,7 @@ class PipelineConfig:
             )
 
     def _check_devices(self):
+        """Refuse devices that do not fit ``placement`` or ``balance``."""
         if self.placement != "devices":
             if self.devices is not None:
                 raise SettingError(
@@ -550,6 +551,7 @@ class DataBase:
         )
 
     def _check_focus(self):
+        """Refuse impossible weights, two settings for one purpose, and a share without a class."""
         weights = self.focus_weights
         if isinstance(weights, dict) and not (
             weights and all(0 < weight < math.inf for weight in weights.values())
@@ -574,6 +576,7 @@ class DataBase:
         )
 
     def _check_augmentation(self):
+        """Refuse ranges outside their limits, and settings that no range uses."""
         for name, (least, most) in AUGMENTATION_LIMITS.items():
             _range(self, least, most, name)
         _between(self, 0, 1, "augment_share")

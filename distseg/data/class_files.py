@@ -277,6 +277,7 @@ def _chunk_rows(size: tuple[int, ...]) -> Iterator[slice]:
 def _write_hdf5(
     path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance
 ) -> None:
+    """Write a class map and its probabilities as HDF5; the arguments are those of :func:`write`."""
     with open(path, "r+b") as file, hdf5.Growing(path, file.fileno()) as growing:
         f, found = growing.file, arrays["classes"]
         chunks = tuple(min(EDGE, n) for n in found.shape)
@@ -324,6 +325,10 @@ def _read_hdf5(path: Path) -> str | None:
 def _write_tiff(
     path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance
 ) -> None:
+    """Write a class map as a tiled TIFF with a palette, and with the georeference if it has one.
+
+    The arguments are those of :func:`write`.
+    """
     found = arrays["classes"]
 
     def by_rows() -> Iterator[np.ndarray]:

@@ -439,6 +439,15 @@ class Predictor:
         borders: Sequence[Sequence[int]] | None,
         mine: list[Box],
     ) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield (tile, logits) of this rank's tiles, computed by the streaming executor.
+
+        Args:
+            source: the image.
+            workers: the communicator of the ranks that compute the image.
+            block: the part of the image that this rank computes.
+            borders: the borders of all blocks, as in :meth:`layout`.
+            mine: the tiles to compute.
+        """
         reader = _Reader(source.read)
         executor, place = self._executor(source.size, block, borders)
         plan = executor.plan([place], boxes=None if self.model.of_image else [mine])
@@ -496,6 +505,7 @@ class Predictor:
         return executor, place
 
     def _in_memory(self, layout: Layout) -> StreamingExecutor:
+        """Return an executor that keeps feature maps in memory, in the boxes of ``layout``."""
         model, cut = self.model, self._cut
         stages, placement, comm = (
             (cut.ranges, cut.placement, self.pipeline.comm) if cut else ((), (0,), Alone())

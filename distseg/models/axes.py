@@ -174,6 +174,13 @@ def axes_of(
 def _axis(
     lengths: Sequence[int], batches: Sequence[int], sizes: Sequence[Sequence[int]]
 ) -> Axis | None:
+    """Return the axis whose length fits in every trace, with as few parts as possible, or None.
+
+    Args:
+        lengths: the length of the dim in each trace.
+        batches: the number of images in each trace.
+        sizes: the size of the map in each trace.
+    """
     dims = range(len(sizes[0]))
     for count in range(len(dims) + 2):
         for chosen in combinations(("batch", *dims), count):

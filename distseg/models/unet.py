@@ -121,6 +121,7 @@ def _up(kind: str, channels: int, dims: int) -> nn.Module:
 def _check(
     depth, num_convs, base_channels, in_channels, out_channels, norm, dropout, up, groups, dims
 ) -> None:
+    """Refuse arguments of :func:`unet` that are out of range."""
     if dims not in _CONV:
         raise ValueError(
             f"unet supports 2 and 3 spatial dims, got dims={dims}: set model.dims to 2 or 3"

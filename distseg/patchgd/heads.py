@@ -104,6 +104,7 @@ def check_head(head: nn.Module, name: str, shape: Sequence[int], outputs: int) -
 
 
 def _check_call(head: nn.Module, name: str, z: Tensor, outputs: int) -> None:
+    """Refuse a head that fails on ``z``, draws random numbers, or returns another shape."""
     what = f"patchgd.head {name} does not take a grid of {Size(z.shape[2:])} patches"
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         before = torch.get_rng_state()

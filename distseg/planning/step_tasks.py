@@ -265,6 +265,7 @@ class _Group:
         return not isinstance(op, Recv) or (op.edge, op.micro_batch, op.back) in self._sent
 
     def _add(self, stage: int, op: Operation) -> None:
+        """List the tasks of one operation of a stage, for all tiles."""
         if isinstance(op, Recv):
             self._flush(stage)
             for tile, message in enumerate(self._sent[op.edge, op.micro_batch, op.back]):

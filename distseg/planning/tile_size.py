@@ -205,6 +205,7 @@ class Activations:
         return Weighed(self.kept(boxes, images), self.peak_bytes(boxes, images))
 
     def _forward(self, boxes: TilePlan, images: int) -> float:
+        """Return the peak bytes of a forward pass without gradients on one tile."""
         numbers = boxes.segment.nodes
         frees = last_readings([node.inputs for node in self.graph], numbers)
         there: dict[int, float] = {}
@@ -349,6 +350,8 @@ class BudgetTiling:
         return self._found[key]
 
     def _size(self, layout: Layout, segment: Segment, result: Box, images: int) -> tuple[int, ...]:
+        """Return the tile size with the least estimated time, as a call of this object does."""
+
         @cache
         def judged(size: tuple[int, ...]) -> tuple[float, float]:
             return self._judge(layout, segment, result, size, images)

@@ -256,6 +256,7 @@ def _check(
     classes: Sequence[str],
     ignore: int,
 ) -> None:
+    """Refuse an image or labels of other types, sizes or values than :func:`plot_overlay` takes."""
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
         raise ValueError(
             f"the image is {image.dtype} of shape {image.shape}, but must be uint8 (H, W, 3): "

@@ -106,6 +106,7 @@ def _run_names(paths: Sequence[str | Path]) -> list[str]:
 
 
 def _draw_loss(axis, logs: list[list[dict]], names: list[str]) -> None:
+    """Draw the training and validation losses of runs; many steps are drawn smoothed."""
     for index, (log, name) in enumerate(zip(logs, names)):
         steps, loss = series(log, "step", "loss")
         prefix, color = (f"{name}: " if len(logs) > 1 else ""), PALETTE[index % len(PALETTE)]
@@ -161,6 +162,7 @@ def _stretch(axis, losses: list[np.ndarray]) -> None:
 
 
 def _draw_validation(axis, logs: list[list[dict]], names: list[str]) -> None:
+    """Draw the validation scores of runs: the IoU of each class, or scores of whole images."""
     classes = list(
         dict.fromkeys(key for log in logs for line in log for key in (line.get("iou") or {}))
     )

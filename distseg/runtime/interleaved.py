@@ -264,6 +264,8 @@ def _tiles_per_band(there: Sequence[_Group]) -> int:
 
 
 def _awaited(op: Operation, plan: StagePlan) -> Iterator[_Awaited]:
+    """Yield the rows of feature maps and gradients of other ranks that an operation waits for."""
+
     def rows_of(block, tensor_id):
         return plan.grid.computed(block, tensor_id)
 

@@ -205,6 +205,7 @@ def check(
 
 
 def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> None:
+    """Refuse an edge whose receiver expects micro-batches in another order than the sender's."""
     for back in (False, True)[: 1 + edge.gradient]:
         way = Recv(0, edge, back)
 

@@ -115,6 +115,14 @@ class StoredHalos:
         tag: int,
         what: str,
     ) -> None:
+        """Send some strips of stored maps, and receive others.
+
+        Args:
+            sending, receiving: for each other rank, the strips to send and the strips to receive.
+            put: stores the values of a received strip: (stored map, box, values).
+            tag: the tag of the messages.
+            what: the name of the message, for errors.
+        """
         arriving = {
             rank: self._mail.receive_bytes(
                 sum(stored.bytes_of(box) for stored, box in strips), rank, tag

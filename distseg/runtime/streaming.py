@@ -240,6 +240,7 @@ class StreamingExecutor:
         boxes: Sequence[Sequence[Box]] | None,
         rank: int,
     ) -> StagePlan:
+        """Return the plan of rank ``rank`` of the pipeline; other arguments as in :meth:`plan`."""
         layouts = [self.layout(place.image) for place in places]
         # Pixels need no exchange, because they are read together with their halo.
         points = {source for layout in layouts for source in layout.exchanged} - {0}

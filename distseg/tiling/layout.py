@@ -539,6 +539,7 @@ def reach_of(graph: Graph, dims: int) -> ReceptiveField:
 
 
 def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
+    """Return halo and stride of a network along one dim (:func:`reach_of`)."""
     scales = scales_of(graph, dim)
     # A cell of 10/7 pixels, as a resize may make, cannot end on a tile border.
     aligned = [scale for scale in scales if scale.denominator == 1 or not graph.sized]

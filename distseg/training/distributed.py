@@ -374,6 +374,7 @@ class DistributedModel(nn.Module):
         return rows, first
 
     def _arrays(self, given) -> Arrays | Stacked:
+        """Return the images that the user gave, or refuse them if they do not fit the network."""
         if self._inputs is not None:
             if not isinstance(given, tuple) or len(given) != len(self._inputs):
                 raise ValueError(
@@ -394,6 +395,7 @@ class DistributedModel(nn.Module):
         return images
 
     def _targets(self, given, images: Arrays | Stacked):
+        """Return the targets that the user gave, or refuse them if they do not fit the images."""
         if self._outputs.whole:
             labels = _widened(torch.as_tensor(given).flatten())
             if len(labels) != len(images):
@@ -845,6 +847,7 @@ class DistributedModel(nn.Module):
         yield from predictor(ImageSource(f"image {number}", size, read))
 
     def _whole(self, arrays: Arrays | Stacked, number: int) -> Tensor:
+        """Return the logits of a whole image on every rank; each rank computes its tiles."""
         mine = list(self._tiles_of(arrays, number))
         boxes = self.mesh.world.allgather([(box, y.shape, y.dtype.str) for box, y in mine])
         whole = None

@@ -153,6 +153,7 @@ class _Training:
             run.checkpoints.flush()
 
     def _steps(self, number: int) -> None:
+        """Run the remaining steps of an epoch, and log each of them."""
         run, engine, loader, train = self.run, self.run.engine, self.run.loader, self.config.train
         steps = loader.steps_per_epoch
         with progress(
@@ -232,6 +233,10 @@ class _Training:
         )
 
     def _validate(self, number: int) -> None:
+        """Validate the network after an epoch, and log, print and record its scores.
+
+        A signal or a time limit may end the run in the middle; a checkpoint is then written.
+        """
         run, decisions = self.run, []
 
         def stop() -> bool:

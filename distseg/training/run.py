@@ -380,6 +380,7 @@ class Run:
         )
 
     def _introduction(self) -> list[str]:
+        """Return the lines that describe the run: model, mesh, steps, threads, layout, notes."""
         config, engine, mesh = self.config, self.engine, self.mesh
         by_patches = isinstance(config, PatchConfig)
         sees = (

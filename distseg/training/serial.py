@@ -434,6 +434,12 @@ class _Whole(TorchFunctionMode):
         masks: Callable[[Tensor, list[int]], Tensor],
         inplace: bool,
     ) -> Tensor:
+        """Return ``input`` multiplied by the masks of the current dropout call.
+
+        Args:
+            input, p, training, inplace: the arguments of the dropout function.
+            masks: returns the masks for (input, keys of the images).
+        """
         known = self._known()
         if not (training and p):
             return input

@@ -511,6 +511,14 @@ class Comparison:
         return report
 
     def _compared(self, wholes: list[Image], outcome: Outcome, serial: Outcome, epoch: int) -> dict:
+        """Return the report of a step: the errors of loss, gradients, weights and buffers.
+
+        Args:
+            wholes: all images of the step.
+            outcome: the results of the step on the mesh.
+            serial: the results of the serial step.
+            epoch: the epoch of the step.
+        """
         engine, config = self.engine, self.engine.config
         step = dict(settings=self.settings, epoch=epoch, dropouts=self.dropouts)
         zero = zero_gradients(self.before, wholes, serial, outcome, **step)

@@ -176,6 +176,13 @@ def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceS
 
 
 def _fits_a_node(asked: ResourceSets, cpu: int, gpu: int, cores: int, gpus: int) -> None:
+    """Refuse resource sets that need more cores or GPUs than a node has.
+
+    Args:
+        asked: the options of the jsrun command.
+        cpu, gpu: the cores and the GPUs of a resource set.
+        cores, gpus: the cores and the GPUs of a node.
+    """
     per_host = asked.rs_per_host or 1
     for what, flag, each, have in (
         ("cores", "cpu_per_rs", cpu, cores),

@@ -124,6 +124,7 @@ def launch_line(job: Job) -> str:
 
 
 def _words(job: Job) -> dict[str, object]:
+    """Return the values of the template's placeholders by name; None leaves their lines out."""
     nodes, last = job.nodes, len(job.entries) - 1
     many = bool(job.entries)
     log = _LOGS[job.system.name][many]

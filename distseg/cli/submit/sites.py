@@ -145,6 +145,11 @@ def site_of(name: str) -> Site:
 
 
 def _read(path: Path) -> Site:
+    """Return the site that a user's YAML file describes.
+
+    Raises:
+        ValueError: the file cannot be read, or has content that is not a field of a site.
+    """
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as e:

@@ -58,6 +58,11 @@ def _plain(value: str) -> str:
 
 
 def _axis(text: str, kind: type) -> tuple[str, list[str]]:
+    """Return the setting and the values of one part of a sweep, such as ``optim.lr=1e-3,3e-4``.
+
+    Raises:
+        ValueError: it is no setting, has an empty value, or has a value twice.
+    """
     key, given, rest = text.partition("=")
     # Commas inside a list [a, b] do not separate values.
     values = [value.strip() for value in re.split(r",(?![^\[]*\])", rest)]

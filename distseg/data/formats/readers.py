@@ -127,6 +127,7 @@ def _opened(
     labels: bool = False,
     level: int = 0,
 ) -> Reader:
+    """Return the reader of a file, with what files beside it say: mask, no data, georeference."""
     if not path.is_file() and not ome_zarr.is_zarr_folder(path):
         raise FileNotFoundError(f"there is no image file {path}: correct the path")
     if _has_levels(path):

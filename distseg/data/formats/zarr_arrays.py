@@ -178,6 +178,7 @@ def _times(numbers: Sequence[Any]) -> str:
 
 
 def _stored_v2(folder: Path, about: Mapping[str, Any], path: Path) -> Stored:
+    """Return the layout of an array of zarr v2; arguments and errors as in :func:`stored_in`."""
     text = about["dtype"]
     if not isinstance(text, str) or not _NUMBERS.fullmatch(text):
         raise _no_numbers(text, path)
@@ -202,6 +203,7 @@ def _stored_v2(folder: Path, about: Mapping[str, Any], path: Path) -> Stored:
 
 
 def _stored_v3(folder: Path, about: Mapping[str, Any], path: Path) -> Stored:
+    """Return the layout of an array of zarr v3; arguments and errors as in :func:`stored_in`."""
     text = about["data_type"]
     if not isinstance(text, str) or text not in _TYPES:
         raise _no_numbers(text, path)

@@ -290,6 +290,12 @@ class _Told(ValueError):
 
 
 def _read(path: str, file: h5py.File) -> Header:
+    """Return the header of an open store.
+
+    Raises:
+        _Told: the file is no complete store of a known version.
+        ValueError, KeyError, TypeError: the header is damaged.
+    """
     known = file.attrs
     if "format" not in known or _plain(known["format"]) != layout.FORMAT:
         raise _Told(

@@ -182,6 +182,7 @@ class ImageWriter:
     def _check_shapes(
         self, box: Box, pixels: np.ndarray, labels: np.ndarray | None, valid: np.ndarray | None
     ) -> None:
+        """Refuse a block outside the image, a block that is written already, and wrong shapes."""
         if (
             len(box.start) != len(self.size)
             or not Box.whole(self.size).contains(box)

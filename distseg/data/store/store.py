@@ -332,6 +332,7 @@ class Store:
         weakref.finalize(self, os.close, self._descriptor)
 
     def _new_reader(self, name: str, what: str) -> Chunked:
+        """Return a new reader of a dataset of an image (:meth:`reader`)."""
         entry, words = self._entry(name), f"{what} of image {name!r}"
         if what == "pixels" and entry.source is not None:
             return self._file_pixels(entry, entry.source, words)

@@ -94,6 +94,7 @@ class StoreWriter:
             )
 
     def _check(self) -> None:
+        """Refuse classes, an ignore value or bands that no store can have."""
         if len(self.classes) > 255:
             raise ValueError(
                 f"--classes names {len(self.classes)} classes, but labels are stored as bytes, so "
@@ -246,6 +247,11 @@ class StoreWriter:
             )
 
     def _finish(self) -> None:
+        """Write the header, flush the file to the disk, and give it its final name.
+
+        Raises:
+            ValueError: the split train has no image, or no data in a band.
+        """
         index, sums = self._entries()
         if not any(image.split == "train" for image in index):
             raise ValueError(

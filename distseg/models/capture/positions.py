@@ -159,6 +159,16 @@ class Positions(LooksAtSize):
         )
 
     def _closed(self, y: Tensor, images: int, size: Sequence[int]) -> Tensor:
+        """Return a result of user code in the form of layers, (N, C, *size) or (N, C, 1, ...).
+
+        Args:
+            y: the result, with a dim for each of ``axes``.
+            images: the number of images N.
+            size: the size of the positions in ``y``.
+
+        Raises:
+            ValueError: the values differ between the images of the batch.
+        """
         for dim, axis in enumerate(self.axes):
             if axis.batch and y.shape[dim] > 1:
                 if not bool((y == y.narrow(dim, 0, 1)).all()):

@@ -182,6 +182,7 @@ class _Search:
             self.follow([value.__wrapped__])
 
     def _in_function(self, function: types.FunctionType) -> None:
+        """Queue what a user's function refers to, and record the globals that it names."""
         if not is_users(function.__code__) or is_library(function.__code__.co_filename):
             self.follow([getattr(function, "__wrapped__", None)])
             return

@@ -276,6 +276,7 @@ class Reader:
         return self.current[0]
 
     def _read(self) -> None:
+        """Turn the current call into layers by its rule, and keep the values of its results."""
         if len({c.name for c in self.current}) > 1:
             raise Differ
         args = self._merged([c.args for c in self.current])

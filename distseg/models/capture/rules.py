@@ -64,6 +64,10 @@ def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
 
 
 def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
+    """Return the value of the current call, by its own rule or by the rule of pointwise functions.
+
+    The arguments are those of :func:`made`.
+    """
     name = reader.call.name
     numbers = found_in((args, kwargs), ByType)
     if numbers and name not in POINTWISE_FUNCTIONS | _ARITHMETIC:

@@ -312,6 +312,7 @@ class Printer:
             self.seen.discard(id(x))
 
     def _inside(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
+        """Return the print of an object's content; ``again`` returns the print of a part of it."""
         if isinstance(x, _SUBCLASSED):
             if isinstance(x, enum.Enum):
                 return x.name

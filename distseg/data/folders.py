@@ -156,7 +156,7 @@ def subfolders(root: Path, apart: Path | None = None) -> list[Path]:
 
     Args:
         root: the folder.
-        apart: a folder in ``root`` to leave out; None for none.
+        apart: a folder in ``root`` to leave out; None if there is none.
     """
     found, seen = [], set() if apart is None else {os.path.realpath(apart)}
     for folder, inner, _ in os.walk(root, followlinks=True):

@@ -23,11 +23,12 @@ class Intensity:
     """Change of the pixel values of one sample.
 
     Attributes:
-        blur: standard deviation of a Gaussian filter, in pixels; 0 for none.
-        gamma: exponent of the values; 1 for none.
-        contrast: factor of the distance from the mean; 1 for none.
-        brightness: offset in standard deviations of the band; 0 for none.
-        noise: standard deviation of Gaussian noise, in standard deviations of the band; 0 for none.
+        blur: standard deviation of a Gaussian filter, in pixels; 0 changes nothing.
+        gamma: exponent of the values; 1 changes nothing.
+        contrast: factor of the distance from the mean; 1 changes nothing.
+        brightness: offset in standard deviations of the band; 0 changes nothing.
+        noise: standard deviation of Gaussian noise, in standard deviations of the band; 0 for no
+            noise.
         key: the key of the noise.
     """
 
@@ -54,7 +55,7 @@ class Intensity:
 
         Args:
             pixels: (C, *size) float32 with the margin at all sides, 0 where they have no data.
-            absent: True where pixels have no data, (C or 1, *size); None for nowhere.
+            absent: True where pixels have no data, (C or 1, *size); None if all have data.
         """
         if not self.margin:
             return pixels, absent

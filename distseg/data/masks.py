@@ -140,7 +140,7 @@ class ColourReader(_Labels):
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the labels of a box, (1, *box.size), and its validity mask.
 
-        The validity mask is (*box.size) bool, True where there is data; None for everywhere.
+        The validity mask is (*box.size) bool, True where there is data; None if all have data.
 
         Raises:
             ValueError: a colour belongs to no class.
@@ -178,7 +178,7 @@ class InstanceReader(_Labels):
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the labels of a box, (1, *box.size), and its validity mask.
 
-        The validity mask is (*box.size) bool, True where there is data; None for everywhere.
+        The validity mask is (*box.size) bool, True where there is data; None if all have data.
         """
         wide = Box(
             tuple(max(0, a - self._border) for a in box.start),

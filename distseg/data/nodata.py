@@ -78,7 +78,7 @@ def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
 
     Args:
         pixels: an array of any shape; the mask is bool and has the same shape.
-        value: the number for no data; None for none.
+        value: the number for no data; None if there is none.
     """
     if value is None:
         return None
@@ -93,8 +93,8 @@ def missing(
 
     Args:
         pixels: (bands, *size).
-        value: the number for no data, which applies to each band separately; None for none.
-        valid: the validity mask, (*size) bool, True where there is data; None for everywhere.
+        value: the number for no data, which applies to each band separately; None if there is none.
+        valid: the validity mask, (*size) bool, True where there is data; None if all have data.
     """
     found = absent(pixels, value)
     if valid is None or valid.all():

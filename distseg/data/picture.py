@@ -18,7 +18,7 @@ def rgb(
 
     Args:
         pixels: (bands, H, W).
-        nodata: the number for no data; None for none.
+        nodata: the number for no data; None if there is none.
         valid: the validity mask, (H, W) bool; None if all pixels have data.
     """
     bands = pixels[:3] if len(pixels) >= 3 else np.repeat(pixels[:1], 3, 0)

@@ -162,7 +162,7 @@ def _finished(
     Args:
         sample: the sample.
         pixels: the warped and blurred pixels, (C, *box.size) float32.
-        absent: True where pixels have no data, (C or 1, *box.size); None for nowhere.
+        absent: True where pixels have no data, (C or 1, *box.size); None if all have data.
         box: the box of the sample before the turn.
     """
     pixels = sample.intensity.changed(pixels, box.relative_to(sample.seen), sample.seen.size)

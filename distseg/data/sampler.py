@@ -38,8 +38,8 @@ class Sample:
         box: the box of the image whose pixels count in the loss.
         turn: the turns and flips.
         number: the position of the sample in the epoch.
-        colour: the change of the colours of each band; None for none.
-        warp: the zoom, rotation and elastic deformation; None for none.
+        colour: the change of the colours of each band; None if there is none.
+        warp: the zoom, rotation and elastic deformation; None if there is none.
         intensity: the blur, and the changes of the values of all bands.
         around: the box of the image that the network sees; it contains ``box``. None if it is
             ``box``.

@@ -79,7 +79,7 @@ class Warp:
             ``np.rot90``.
         tilts: for volumes, the angles in degrees in the planes of dims 0 and 1, and of dims 0 and
             2. R first turns a position by these angles, in this order.
-        elastic: the elastic deformation; None for none.
+        elastic: the elastic deformation; None if there is none.
     """
 
     size: tuple[int, ...]
@@ -183,7 +183,7 @@ class Reading:
 
         Args:
             pixels: the pixels of ``source``, (C, *source.size) float32, 0 where they have no data.
-            absent: True where pixels have no data, (C or 1, *source.size); None for nowhere.
+            absent: True where pixels have no data, (C or 1, *source.size); None if all have data.
 
         Returns:
             (C, *box.size) float32, and (C or 1, *box.size) bool or None.

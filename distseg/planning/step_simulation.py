@@ -104,7 +104,7 @@ def simulate_step(
         layout: the layout.
         balance: the number of layers of each stage.
         cluster: the nodes of the job.
-        noise: random delays; None for none.
+        noise: random delays; None if there is none.
         bucket: bytes of gradients that are summed while the last backward pass goes on; by default
             all gradients are summed after it.
 

@@ -69,7 +69,7 @@ def write_ome_zarr(
     Args:
         folder: the folder.
         classes: (*size) uint8, of 2 or 3 dims.
-        probabilities: (C, *size) float16, written into a group of this name; None for none.
+        probabilities: (C, *size) float16, written into a group of this name; None if there is none.
         meaning: the meaning of the class numbers.
         advance: called after each write with its number of pixels.
     """

@@ -53,7 +53,8 @@ class VoxelReader(Reader):
             stored: the dtype of the stored numbers.
             offset: the position of the first voxel, in the file or in the unpacked bytes.
             packed: the position of the packed bytes (gzip) in the file; None if not packed.
-            scale: (slope, intercept), which are applied to the stored numbers; None for none.
+            scale: (slope, intercept), which are applied to the stored numbers; None
+                if the file has none.
             last: True if the bands of a voxel lie side by side; False if each band is a volume.
 
         Raises:

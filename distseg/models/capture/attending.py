@@ -107,7 +107,8 @@ def _check_bias(reader: Reader, bias: Any, query: Axes, key: Axes) -> None:
     """Refuse a bias that is computed from the image or differs between positions or images.
 
     Args:
-        bias: what user code adds to the attention scores, or a mask of the scores; None for none.
+        bias: what user code adds to the attention scores, or a mask of the scores; None if
+            there is neither.
         query, key: the axes of the queries and keys.
 
     Raises:

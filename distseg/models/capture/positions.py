@@ -26,7 +26,10 @@ from distseg.models.meta import found_in
 from distseg.models.resize import LooksAtSize
 
 Labels = tuple[int | None, ...]
-"""For each dim of a tensor, the spatial dim that it holds; -1 for all flattened, None for none."""
+"""For each dim of a tensor, the spatial dim that it holds.
+
+-1 stands for all spatial dims, flattened; None means that the dim holds no spatial dim.
+"""
 
 
 class Number(NamedTuple):

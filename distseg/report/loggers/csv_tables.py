@@ -18,8 +18,9 @@ FILES = {"step": "steps.csv", "validation": "validation.csv"}
 class CsvLogger:
     """Writer of a table of steps and a table of validations. Pictures are left out.
 
-    A run that is resumed from a checkpoint first removes the rows of all steps after the
-    checkpoint, because it runs these steps again.
+    The methods are those of :class:`distseg.report.loggers.interface.Logger`. A run that is resumed
+    from a checkpoint first removes the rows of all steps after the checkpoint, because it runs
+    these steps again.
 
     Args:
         run: the run.

@@ -25,8 +25,9 @@ _SECONDS = 5.0  # numbers are sent after this time at the latest
 class MlflowLogger:
     """Run of MLflow: settings as parameters, numbers as metrics, pictures as artifacts.
 
-    A resumed run goes on with the same run of MLflow. Parameters cannot change there, so a setting
-    that has changed becomes a tag such as ``optim.lr from step 40``.
+    The methods are those of :class:`distseg.report.loggers.interface.Logger`. A resumed run goes on
+    with the same run of MLflow. Parameters cannot change there, so a setting that has changed
+    becomes a tag such as ``optim.lr from step 40``.
 
     Args:
         run: the run.

@@ -16,8 +16,9 @@ FOLDER = "tensorboard"
 class TensorBoardLogger:
     """Writer of event files for TensorBoard.
 
-    A resumed run runs the steps after its checkpoint again. TensorBoard is told to hide their old
-    numbers, so curves look as if the run had never stopped.
+    The methods are those of :class:`distseg.report.loggers.interface.Logger`. A resumed run repeats
+    the steps after its checkpoint. TensorBoard is told to hide their old numbers, so curves look as
+    if the run had never stopped.
 
     Args:
         run: the run.

@@ -20,8 +20,9 @@ _NAME = "wandb"
 class WandbLogger:
     """Run of Weights & Biases.
 
-    A resumed run goes on with the same run of Weights & Biases. W&B does not remove the numbers of
-    later steps than the checkpoint, so these steps have two equal values.
+    The methods are those of :class:`distseg.report.loggers.interface.Logger`. A resumed run goes on
+    with the same run of Weights & Biases. W&B does not remove the numbers of later steps than the
+    checkpoint, so these steps have two equal values.
 
     Args:
         run: the run.

@@ -25,8 +25,9 @@ def complete(commands: Sequence[str], command: Callable[[str], Callable[[list[st
 
     Args:
         commands: the names of all commands.
-        command: returns the function of a command. Called without arguments, that function makes
-            the parser of its flags, which jsonargparse hands to argcomplete.
+        command: a function that takes a command's name and returns the ``run`` of the command
+            (:mod:`distseg.cli.commands`). Called with no words, ``run`` makes the parser of its
+            flags. When jsonargparse is asked to parse, it lets argcomplete print the words.
     """
     typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
     name = _command_in(typed)

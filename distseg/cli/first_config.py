@@ -304,6 +304,7 @@ def _mesh(ranks: int, computer: Computer) -> list[Choice]:
 
 
 def _loss(data: TrainingData) -> list[Choice]:
+    """Choose the loss by the kind of the labels and the shares of the classes."""
     if data.numbers:
         return [Choice("loss.name", "mse", "labels are numbers")]
     if data.of_images:

@@ -21,6 +21,7 @@ def check_given(mesh: MeshBase, command: str) -> None:
 
 
 def check_count(flag: str, value: int, least: int = 1, most: int = MOST) -> None:
+    """Refuse a value of a flag that is not between ``least`` and ``most``."""
     if not least <= value <= most:
         raise ValueError(f"{flag} must be a whole number from {least} to {most}, got {value}")
 

@@ -88,6 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> int | None:
+    """Run a command, or print the help or the version; return the exit status."""
     if not arguments or arguments[0] in HELP:
         print(_USAGE)
         return 0

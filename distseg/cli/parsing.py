@@ -85,6 +85,12 @@ class Parser(ArgumentParser):
 
 
 def command_parser(command: str, kind: type | None = Config) -> Parser:
+    """Return a parser for the flags of a command.
+
+    Args:
+        command: the command. If it takes a run, ``RUN`` follows, as in ``predict RUN``.
+        kind: the class of the config whose settings are flags; None for no settings.
+    """
     parser = Parser(prog=f"distseg {command}", exit_on_error=False, default_env=False)
     if kind:
         parser.add_settings(kind)
@@ -193,6 +199,7 @@ def _without_files(arguments: list[str], kind: type) -> tuple[list[str], list[Se
 
 
 def config_from(parsed: Namespace, kind: type = Config) -> Config | PatchConfig:
+    """Return the config of class ``kind`` with the settings among the values of all flags."""
     return kind(
         **{
             section.name: section.default_factory(**vars(parsed[section.name]))
@@ -263,6 +270,12 @@ def parse_run(parser: Parser, arguments: list[str]) -> tuple[Config | PatchConfi
 
 
 def print_ignored(left: list[str], comm) -> None:
+    """Tell the user, on rank 0, which settings of the training do not hold for this command.
+
+    Args:
+        left: the settings, such as ``run.threads 4``; empty to print nothing.
+        comm: the communicator of all ranks.
+    """
     if left and comm.rank == 0:
         print(
             f"distseg: settings of the machine that trained the run are not used: "

@@ -780,6 +780,7 @@ def _about_streaming(streamed: dict | None, seconds: float) -> list[str]:
 
 
 def _row(number: int, row: dict) -> dict:
+    """Return the row of the printed table about one layout: values by the name of the column."""
     settings = row["settings"]
     return {
         "": number,

@@ -48,6 +48,16 @@ def run_plot(
 
 
 def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
+    """Draw a predicted class map beside the image and its labels.
+
+    Volumes are drawn as three cuts.
+
+    Args:
+        path: the prediction, NAME.h5.
+        store: the store with the image NAME.
+        box: the part of the image to draw, as text; None for the whole image.
+        output: the picture.
+    """
     name = stem_of(path)
     with hdf5.opened(path, "class map", "'distseg predict' writes them") as f:
         if "classes" not in f:

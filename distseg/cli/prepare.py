@@ -157,7 +157,10 @@ def _numbers(flag: str, text: str, between: str, count: int) -> list[int]:
     If ``count`` is 2 and the text has one number, this number is returned twice.
 
     Args:
-        flag: the flag with this text, for the message.
+        flag: the flag that has this text, for the message.
+        text: the text.
+        between: the character between two numbers.
+        count: how many numbers the text must have.
 
     Raises:
         ValueError: the text is not of this form.
@@ -172,6 +175,11 @@ def _numbers(flag: str, text: str, between: str, count: int) -> list[int]:
 
 
 def _shares(text: str) -> tuple[float, ...]:
+    """Return the shares of train, val and test in the text of ``--split``, such as ``0.8,0.1,0.1``.
+
+    Raises:
+        ValueError: the text is not of this form, or the shares do not add up to 1.
+    """
     try:
         shares = tuple(float(v) for v in text.split(","))
     except ValueError:

@@ -425,6 +425,7 @@ class Guardian:
     # what comes in
 
     def _listen(self, ready: list) -> None:
+        """Handle what has arrived: commands of the rank, connections, and messages of guardians."""
         if sys.stdin in ready:
             self._obey(sys.stdin.readline())
         if self.listener in ready:
@@ -681,9 +682,9 @@ def _addresses() -> list[str]:
 
 
 def main() -> None:
+    """Run the guardian whose shared memory, stacks file, rank and pid ``sys.argv`` gives."""
     # The rank's pid is an argument, because getppid() would be another process if the rank ended
     # at once.
-    """Run the guardian whose shared memory, stacks file, rank and pid ``sys.argv`` gives."""
     memory, stacks, number, watched = map(int, sys.argv[1:])
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # These signals are meant for the rank.

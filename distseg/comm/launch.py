@@ -65,6 +65,7 @@ def transport_line() -> str:
 
 
 def _torch_world() -> Communicator:
+    """Connect the ranks through torch.distributed, and return their communicator."""
     from distseg.comm.gloo import connect
 
     process = identify()
@@ -92,6 +93,7 @@ def leave() -> None:
 
 
 def _mpi_world() -> Communicator:
+    """Start MPI, compare its number of ranks with the launcher's, and return the communicator."""
     process = identify()
     # Open MPI waits in a busy loop, for instance in Horovod's thread. It must yield the core to the
     # thread that computes (benchmarks/performance.md).
@@ -226,6 +228,13 @@ def set_up(comm, device: str = "auto", threads: int | None = None) -> Resources:
 
 
 def _device(device: str, local_rank: int, local_size: int) -> torch.device:
+    """Return the device of this rank; the ranks of a node take its GPUs in turn.
+
+    Args:
+        device: auto, cpu or cuda.
+        local_rank: the number of this rank among the ranks of the node.
+        local_size: the number of ranks on the node.
+    """
     import torch
 
     gpus = torch.cuda.device_count() if device != "cpu" else 0
@@ -501,6 +510,7 @@ def end_as_one(main: Callable[[], int | None]) -> None:
 
 
 def _abort(error: BaseException) -> None:
+    """Print an error, end the other ranks if they can be reached, and end this process."""
     process = identify()
     if process.size == 1:
         print(f"distseg: error: {_text(error)}", file=sys.stderr, flush=True)

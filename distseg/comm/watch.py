@@ -233,6 +233,7 @@ def _send(**what) -> None:
 
 
 def _stop() -> None:
+    """End the watch of this process; the guardian of a program runs on until the program ends."""
     global _guardian, _joined
     if not progress.shared():
         return

@@ -227,6 +227,7 @@ class PartialMap:
             let_go(array)
 
     def _is_same(self) -> bool:
+        """True if the folder has a partial map of this identity, with files of the right sizes."""
         try:
             with os.fdopen(opened_plain(self.folder / "identity", os.O_RDONLY), "rb") as file:
                 same = file.read(2 * len(self.identity)) == self.identity.encode()
@@ -242,6 +243,7 @@ class PartialMap:
             return False
 
     def _begin(self) -> None:
+        """Make the files of an empty partial map, after a check of the free disk space."""
         self._clear()
         needed = sum(self._bytes.values())
         try:

@@ -425,6 +425,7 @@ def check_tilt(data: DataBase, size: Sequence[int], image: str) -> None:
 
 
 def _check(store: Store, names: list[str], data: DataBase) -> None:
+    """Refuse settings of crops that do not fit each other or the sizes of the images."""
     for setting in ("focus_class", "focus_weights"):
         if data.crop is None and getattr(data, setting) is not None:
             raise ValueError(

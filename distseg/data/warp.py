@@ -226,6 +226,10 @@ class Reading:
             yield rows, self._neighbours(strip)
 
     def _neighbours(self, box: Box) -> _Neighbours:
+        """Return the neighbours of the pixels of a box among the pixels that were read.
+
+        The neighbours of a pixel surround its position in the source image.
+        """
         lower = np.zeros((1,) * len(box.size), np.intp)
         shares, steps, step = [], [], math.prod(self.source.size)
         for dim, position in enumerate(self.warp.positions(box)):

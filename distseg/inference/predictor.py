@@ -536,6 +536,12 @@ class Predictor:
         )
 
     def _by_windows(self, source: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield (tile, logits), each tile computed from its whole window, without halo exchange.
+
+        Args:
+            source: the image.
+            mine: the tiles of this rank.
+        """
         places = [
             TilePlacement(
                 tuple(source.size), tile, window(tile, source.size, self.model.reach), (0,), (0,)
@@ -562,6 +568,7 @@ class Predictor:
 
     @cached_property
     def _activations(self) -> Activations:
+        """Return the model of the memory of feature maps, at the precision of the prediction."""
         with self.autocast():
             kind = self.devices[0].type
             dtype = (

@@ -112,6 +112,12 @@ class Windows:
     def _through_stages(
         self, places: list[TilePlacement], load: Callable[[int], Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
+        """Yield (index of a tile, logits) for windows that go through the stages of a pipeline.
+
+        Args:
+            places: the tiles and their windows.
+            load: a function that returns the pixels of the window with an index.
+        """
         for first in range(0, len(places), _AT_ONCE):
             numbers = range(first, min(first + _AT_ONCE, len(places)))
             units = [

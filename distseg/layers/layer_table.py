@@ -303,6 +303,7 @@ def exchange_box(layer: nn.Module, part: LayerView) -> Box:
 
 
 def _conv_patterns(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
+    """Return the access pattern of a convolution along each dim."""
     if conv.padding_mode == "circular":
         raise _Unsupported(
             "circular padding joins opposite borders of the image, which lie on different tiles: "

@@ -602,6 +602,15 @@ class Coefficients(NamedTuple):
 def _coefficients(
     mean, var, eps: float, weight, bias, slope: float, mask: Tensor | None
 ) -> Coefficients:
+    """Return the coefficients with which a norm maps one image.
+
+    Args:
+        mean, var: statistics of each channel, (C,) float64.
+        eps: a small number, added to the variance.
+        weight, bias: the norm's parameters; None without them.
+        slope: the slope of the activation below 0.
+        mask: the dropout mask of the image's channels, (C,); None without dropout.
+    """
     r = (var + eps).rsqrt()
     w = torch.ones_like(r) if weight is None else weight.detach().double()
     b = torch.zeros_like(r) if bias is None else bias.detach().double()
@@ -946,6 +955,7 @@ def _nowhere(x: Tensor) -> Box:
 
 
 def _normalised(x: Tensor, affines: list[Affine]) -> Tensor:
+    """Return each image of x (B, C, *size), mapped with its own coefficients."""
     y = torch.empty_like(x)
     if len(affines) > 1 and all(affine is affines[0] for affine in affines):
         # Images with equal coefficients are computed as one image with B times the channels.

@@ -173,6 +173,7 @@ class _Share(NamedTuple):
 def _shares_of(
     x: Tensor, access_patterns: Sequence[Resize], spans: Sequence[Spans], dim: int, ratio: bool
 ) -> tuple[_Share, _Share]:
+    """Return the sums that resize one dim, and those that compute the gradient of its input."""
     pattern, span = access_patterns[dim], spans[dim]
     if not pattern.kernel.startswith("nearest"):
         return _weighted(pattern, span)
@@ -202,6 +203,10 @@ def _nearest(
     device: str,
     last: bool,
 ) -> tuple[_Share, _Share]:
+    """Return the same as :func:`_shares_of` for the kernels nearest and nearest-exact.
+
+    The arguments after ``span`` are those of :func:`nearest_places`.
+    """
     places = nearest_places(kernel, factor, span.n, span.m, dims, dim, dtype, device, last)[
         span.start : span.stop
     ]

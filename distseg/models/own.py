@@ -332,6 +332,7 @@ def check_channels(name: str, model: nn.Module, bands: int | None, classes: int 
 
 
 def _check_arguments(name: str, builder: Callable, arguments: dict) -> None:
+    """Refuse arguments that the signature of a user's function does not take."""
     try:
         signature = inspect.signature(builder)
     except (TypeError, ValueError):

@@ -289,6 +289,7 @@ def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
 
 
 def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
+    """Return what stands for a layer in the copy for probing; None to keep the layer."""
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (None, 1):
         raise ValueError(
             f"{layer} seems to normalise over pixels and not over the channels (dim=1), "

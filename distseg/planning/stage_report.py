@@ -124,6 +124,15 @@ def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, l
 
 
 def _stages(balance: Sequence[int], costs: Costs, ranges, policy: Policy, seconds) -> list[Stage]:
+    """Return the row of each stage: its layers, parameters, seconds and memory.
+
+    Args:
+        balance: number of layers of each stage.
+        costs: costs of the layers.
+        ranges: tables of the memory of all possible stages.
+        policy: the schedule and recomputation.
+        seconds: the result of :func:`stage_seconds`.
+    """
     rows = []
     for stage, (start, count) in enumerate(zip(starts_of(balance), balance)):
         where = (start, start + count)

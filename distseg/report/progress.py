@@ -117,6 +117,7 @@ class LineProgress(Progress):
         self._last = self._start
 
     def _show(self) -> None:
+        """Print what is done and the time left, unless a line was printed a short time ago."""
         if self.done < self.total and self._clock() - self._last >= SECONDS_BETWEEN_LINES:
             self._last = self._clock()
             done = self.done + self.share

@@ -261,6 +261,7 @@ class Exchange:
     def _exchange(
         self, position, layer, concerned, frames, xs, parts, layouts, cells, places
     ) -> HaloExchange:
+        """Return the exchange of halos before a layer. It is planned once, for all later steps."""
         # Only these properties of a layer's inputs can vary from step to step.
         key = (
             position,

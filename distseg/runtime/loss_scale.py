@@ -16,8 +16,9 @@ class LossScale:
     The smallest number above 0 of fp16 is 6e-8, but one pixel of an image of 1e8 pixels has a
     gradient of about 1e-8. So a backward pass starts with the loss gradient times this factor, and
     the gradients of the weights, which are float32, are divided by it. The factor is a power of 2,
-    so neither rounds. Factor and rule are those of ``torch.amp.GradScaler``: a step whose gradient
-    is not finite is left out and the factor is halved; after 2000 finite steps it is doubled.
+    so neither the product nor the quotient is rounded. Factor and rule are those of
+    ``torch.amp.GradScaler``: a step whose gradient is not finite is left out and the factor is
+    halved; after 2000 finite steps it is doubled.
 
     The gradient's norm decides, and all ranks know the same norm. So all ranks have the same
     factor, and leave out the same steps, without a message.

@@ -145,6 +145,7 @@ def check_order(programs: Sequence[Sequence[Step]], rules: Rules = MESSAGES) -> 
 
 
 def _check_collectives(programs: Sequence[Sequence[Step]]) -> None:
+    """Refuse programs in which the ranks of a communicator call collectives in different orders."""
     orders: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
     for rank, program in enumerate(programs):
         for step in program:

@@ -111,6 +111,13 @@ class Pipeline:
     # Passes
 
     def _forward(self, op: Forward, unit: MicroBatch, keep: bool) -> None:
+        """Run the forward pass of a stage on a micro-batch, and keep the results for its readers.
+
+        Args:
+            op: the operation.
+            unit: the micro-batch.
+            keep: True to keep what the backward pass needs.
+        """
         stage, m = self.stages[op.stage], op.micro_batch
         heartbeat(f"forward of stage {op.stage}, micro-batch {m}")
         inputs = {edge.map: self._here.pop((edge, m, False)) for edge in stage.incoming}

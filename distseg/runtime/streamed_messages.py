@@ -301,6 +301,7 @@ class _Run:
             queue.popleft()
 
     def _halo(self, op: FetchHalo | SendHaloGrad) -> Iterator[Step]:
+        """Yield the steps that exchange the halo of a map, or the gradient of a halo."""
         grid, back = self._plan(op).grid, isinstance(op, SendHaloGrad)
         if self.of.halos is None:
             return

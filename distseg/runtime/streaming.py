@@ -736,6 +736,14 @@ class MicroBatchRun:
     def _layer(
         self, number: int, part: LayerView, there: dict[int, tuple[Tensor, Box]], op: TileOperation
     ) -> Tensor:
+        """Return the part of a layer's result that a tile needs.
+
+        Args:
+            number: the index of the layer in the graph.
+            part: what the layer reads and computes.
+            there: for each map that the tile holds, its cells and their box.
+            op: the operation on the tile.
+        """
         self.transfers.progress()
         layer, ((x, have), *others) = (
             self.layers[number],
@@ -914,9 +922,9 @@ class MicroBatchRun:
         self.transfers.progress()
 
     def send_grad_rows(self, op: SendGradRows) -> None:
+        """Send the gradient rows that are final now to the map's maker (:class:`SendGradRows`)."""
         # Tile batches are sent in order. Rows of a small batch may become final only after rows of
         # the next batch.
-        """Send the gradient rows that are final now to the map's maker (:class:`SendGradRows`)."""
         for i in range(op.block + 1):
             if (i, op.tensor_id) not in self._sending_grads:
                 gradient = self.gradients[i, op.tensor_id]

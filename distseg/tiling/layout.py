@@ -162,6 +162,7 @@ class Layout:
         return self._parts[number, cell]
 
     def _part(self, number: int, cell: tuple[int, ...]) -> LayerView:
+        """Compute the result of :meth:`part`."""
         needs, source = [need[number] for need in self._needs], self.graph[number].first
 
         def box(field: str) -> Box:

@@ -533,6 +533,14 @@ class DistributedModel(nn.Module):
     def _tile_batch(
         self, images: Arrays | Stacked, targets, group: list[int], place: TilePlacement
     ) -> TileBatch | LazyTileBatch:
+        """Return a tile of several images with its labels. Streamed tiles are read later.
+
+        Args:
+            images, targets: the images and labels of the micro-batch.
+            group: the indices of the images.
+            place: the tile.
+        """
+
         def pixels(box: Box) -> Tensor:
             return images.read(group, box)
 

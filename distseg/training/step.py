@@ -465,6 +465,14 @@ class StreamingRunner:
     def _operations(
         self, plans: list[StagePlan], places: list[list[TilePlacement]]
     ) -> list[Operation]:
+        """Return the operations of this rank in a step.
+
+        With 1F1B, forward and backward passes of tiles alternate where the plans allow it.
+
+        Args:
+            plans: the plan of this rank for each micro-batch.
+            places: for each micro-batch, the placement of each tile batch.
+        """
         everyone = []
         if self.order == "1f1b":
             everyone = [
@@ -478,6 +486,7 @@ class StreamingRunner:
         return step(plans, self._actions(len(plans)), self.loss.linear or self.runs_forward_twice)
 
     def _actions(self, micro_batches: int) -> Sequence[Action]:
+        """Return the forward and backward passes of this rank, in the order of the schedule."""
         actions = orders(self.order, self.executor.placement, micro_batches)[
             self.executor.comm.rank
         ]

@@ -166,6 +166,7 @@ def _write_config(settings: Mapping[str, Any], path: str | None, output: str) ->
 
 @joint
 def _stages(arguments: list[str]) -> int:
+    """Print how a network is cut into ``--stages`` stages; return the exit status."""
     from distseg.runtime.schedule import SCHEDULES
 
     parser = command_parser("plan", None)

@@ -419,6 +419,11 @@ def hand_in(job: Job) -> Iterator[str]:
 
 
 def _number(system: System, command: list[str], script: str) -> str:
+    """Submit a script to the batch system, and return the number of the job.
+
+    Raises:
+        ValueError: the command for it is not installed, or it did not accept the script.
+    """
     try:
         with open(script if system.by_stdin else "/dev/null") as given:
             done = subprocess.run(command, stdin=given, capture_output=True, text=True)

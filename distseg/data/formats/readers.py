@@ -175,6 +175,10 @@ def _take_nodata_beside(reader: Reader) -> None:
 
 
 def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, labels: bool) -> Reader:
+    """Return the reader for a file, chosen by its ending.
+
+    A file with an unknown ending is read by Pillow if Pillow knows its content, otherwise by GDAL.
+    """
     suffix = suffix_of(path)
     with readable(path):
         if suffix == ".npy":

@@ -277,6 +277,11 @@ class ChunkReader(Chunked):
         return np.frombuffer(data, self.dtype).reshape(self.chunk)
 
     def _stored(self, index: tuple[int, ...]) -> memoryview:
+        """Return the bytes of a chunk as they lie in the file, usually compressed.
+
+        Args:
+            index: the position of the chunk in the grid of chunks.
+        """
         size, at, done = int(self._sizes[index]), int(self._at[index]), 0
         buffer = _buffer(size)
         try:

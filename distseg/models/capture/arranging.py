@@ -101,6 +101,14 @@ def _over(
     grid: Sequence[int],
     settings: dict,
 ) -> Value:
+    """Spread a vector of the image over the positions of a feature map.
+
+    Args:
+        x: the vector.
+        sizes: the size of the map in each trace.
+        there: the dims of the result that run along the map; None for a call of ``F.interpolate``.
+        grid, settings: the arguments of :class:`Spread`.
+    """
     like = reader.like(sizes)
     vector, axes = reader.resized(x, sizes), reader.made(like)
     kept = without_places(axes) if there is not None else x.axes

@@ -107,6 +107,19 @@ class Readings(TorchFunctionMode):
 
 
 def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
+    """Do nothing to a dropout layer's input, but refuse one to which no mask of an image fits.
+
+    It replaces ``forward`` of dropout layers in the trace.
+
+    Args:
+        layer: the dropout layer.
+        name: its name in the network.
+        images: the number of images in the batch; 0 if it is not known.
+        x: the input.
+
+    Raises:
+        Hidden: dims of the input are not those of a batch of images.
+    """
     if not (layer.training and layer.p):
         return x
     called = f"{name} ({user_line()})"

@@ -94,6 +94,7 @@ def convolved(
 def _padding(
     reader: Reader, padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[int, ...]:
+    """Return the padding of a convolution along each dim, on each side the same."""
     if padding == "valid":
         return (0,) * reader.dims
     if padding == "same":

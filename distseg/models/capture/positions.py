@@ -280,6 +280,12 @@ class _Values:
         return self._whole[x.call][x.part]
 
     def _made(self, number: int, value: Callable[[Made], Tensor]) -> list[Tensor]:
+        """Return the tensors that a call of the plan makes.
+
+        Args:
+            number: the index of the call.
+            value: a function that returns the tensor of a reference among the call's arguments.
+        """
         call = self.calls[number]
         if (found := self._of_type(call, value)) is None:
             args = self._filled(call.args, value)

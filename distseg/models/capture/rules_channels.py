@@ -460,6 +460,10 @@ class _Over:
 
 
 def _places_of_result(reader: Reader) -> tuple[Value, Axes] | None:
+    """Return a map that has the positions of the current call's result, and the result's axes.
+
+    Later maps are tried first. Return None if no map so far has these positions.
+    """
     shapes, batches = [c.shapes[0] for c in reader.current], [t.batch for t in reader.traces]
     tried = set()
     for like in reversed(reader.values.values()):

@@ -713,6 +713,14 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def _record_change(self, before: Made, index: Any, value: Any, x: Tensor) -> Called:
+        """Record the assignment ``before[index] = value`` as a call that makes a new tensor.
+
+        Args:
+            before: reference to the tensor before the assignment.
+            index: the index.
+            value: the assigned value.
+            x: the tensor that the user's code changes.
+        """
         called = Called(
             "changed",
             changed,

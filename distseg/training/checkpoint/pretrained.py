@@ -186,6 +186,11 @@ def of_bands(weight: Tensor, bands: int) -> Tensor:
 
 
 def _checked(path: str) -> Path:
+    """Return the file of ``train.init``.
+
+    Raises:
+        FileNotFoundError, ValueError: it does not exist, or is not a safetensors file.
+    """
     file = Path(path)
     if not file.exists():
         raise FileNotFoundError(

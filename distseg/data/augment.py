@@ -31,8 +31,8 @@ class Turn:
     def size(self, size) -> tuple[int, ...]:
         """Return the size that a crop of ``size`` has after the turn.
 
-        A turn by 90 or 270 degrees swaps the last two dims. So the method also returns the size
-        before the turn, if ``size`` is that after the turn.
+        A turn by 90 or 270 degrees swaps the last two dims. So the method can also be called with
+        the size after the turn; it then returns the size before the turn.
         """
         size = tuple(size)
         return (*size[:-2], size[-1], size[-2]) if self.quarters % 2 else size
@@ -72,9 +72,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Colour:
-    """Change of colours, as by other light or another sensor: a gain and an offset for each band.
+    """Change of colours of a normalised image: a gain and an offset for each band.
 
-    It is applied to normalised images.
+    It imitates other light or another sensor.
 
     Attributes:
         gains: the factor of each band.

@@ -1,4 +1,6 @@
-"""Write class maps as HDF5, TIFF, COG, NIfTI, NRRD, OME-Zarr, PNG; objects as polygons, numbers.
+"""Write class maps (HDF5, TIFF, COG, NIfTI, NRRD, OME-Zarr, PNG) and the objects in them.
+
+Objects are written as polygons (GeoPackage, GeoJSON) or as a TIFF of object numbers.
 
 Each file of a map holds the class numbers, the classes' colours, the number for pixels without data
 and, if its format can, the georeference. It also holds an identity: a digest of everything that the
@@ -55,8 +57,7 @@ class Classes:
         colours: (K, 3) uint8, one per class.
         nodata: the class number that stands for no data.
         place: the georeference of the image, if it has one.
-        traced: the numbers of the classes whose objects are written, as polygons or as numbers of
-            objects; None for all classes.
+        traced: the numbers of the classes whose objects are written; None for all classes.
     """
 
     names: list[str]
@@ -83,7 +84,7 @@ class Classes:
 def numbers_of(
     names: Sequence[str], chosen: Sequence[str] | None, setting: str
 ) -> tuple[int, ...] | None:
-    """Return the class numbers of the chosen names, sorted; None if ``chosen`` is None.
+    """Return the class numbers of the chosen names in rising order; None if ``chosen`` is None.
 
     Args:
         names: names in the order of the class numbers.

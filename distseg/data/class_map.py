@@ -170,7 +170,7 @@ class PartialMap:
             advance(pixels)
 
         for path in paths:
-            release_freed_memory()  # of feature maps, and of the file before
+            release_freed_memory()  # that feature maps or the previous file took
             class_files.write(path, self._arrays, classes, self.identity, packed, self.folder)
         self._clear()
         self._unmap()  # on network file systems, open files would stay in the folder

@@ -1,8 +1,8 @@
 """Find random pixels of chosen classes, reading few labels.
 
 First a class is drawn by the weights of the settings. Then an image and one of its blocks are drawn
-by the stored counts of pixels of the class. Only then the labels of this block are read, and one of
-its pixels of the class is drawn.
+by the stored counts of pixels of the class. Then the labels of this block are read, and one of its
+pixels of the class is drawn. No other labels are read.
 
 The weight of a block is the square root of its number of pixels of the class. With this number
 itself as the weight, a few large objects would crowd out all small ones. With equal weights, most

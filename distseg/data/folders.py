@@ -44,8 +44,8 @@ def split_folders(images: Path) -> list[str]:
 def check_folders(images: Path, masks: Path | None, nested: bool = False) -> None:
     """Refuse images that would not be read because of the folder in which they lie.
 
-    Such images lie beside the folders train, val and test, or in a subfolder of another name, or a
-    folder of images is itself an image.
+    These are images beside the folders train, val and test, and images in a subfolder of another
+    name. A folder of images that is itself an image (OME-Zarr) is refused too.
 
     Args:
         images: the folder of images.

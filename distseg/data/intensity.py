@@ -1,8 +1,8 @@
 """Random changes of pixel values: blur, gamma, contrast, brightness and noise.
 
 They are applied to normalised images, so 0 is the mean of a band and 1 its standard deviation.
-Every pixel is computed by the same operations in the same order, whatever the box is that a rank
-reads. So a box of the changed sample has the bits that it has in the whole changed sample.
+Every pixel is computed by the same operations in the same order, whatever box a rank reads. So a
+pixel has the same bits in a box as in the whole changed sample.
 """
 
 from __future__ import annotations

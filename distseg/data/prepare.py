@@ -334,10 +334,10 @@ def _check_masks(
 
 
 class Copied(NamedTuple):
-    """Finds in the mask of an image while it was copied.
+    """Findings in the mask of an image that was copied.
 
     Attributes:
-        values: those values of ``--values`` that occur in the mask.
+        values: the mask values named in ``--values`` that occur in the mask.
         overlapping: number of pixels that polygons of different classes cover.
     """
 
@@ -370,7 +370,7 @@ def copy_image(
         reference: True to refer to the image file instead of copying its pixels.
 
     Returns:
-        What was found in the mask.
+        The findings in the mask.
 
     Raises:
         ValueError: ``alpha`` is None, and the alpha band of the image looks like a measured band.

@@ -1,4 +1,4 @@
-"""Decide which images a store can refer to, and what it must know of their files."""
+"""Check that a store can refer to image files, and make the references that it holds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Read boxes of samples: pixels, normalised and augmented, and labels.
 
 A box is in the coordinates of the augmented sample, which is a crop with its context. Only the part
-of the image that the box needs is read, and the result has the bits that the box has in the whole
+of the image that the box needs is read. A pixel has the same bits in a box as in the whole
 augmented sample.
 """
 
@@ -76,14 +76,21 @@ def label_bytes(store: Store, sample: Sample, box: Box) -> int:
 
 
 def _pixels_in(store: Store, sample: Sample, boxes: list[Box]) -> int:
-    """Return how many pixels of the image boxes of the sample before the turn are made from."""
+    """Return the number of pixels of the image that are read for boxes of a sample.
+
+    Args:
+        store: the store of the image.
+        sample: the sample.
+        boxes: boxes of the sample before the turn.
+    """
     return sum(_inside(store, sample, _source(store, sample, box)).pixels for box in boxes)
 
 
 def _parts(sample: Sample, box: Box) -> list[Box]:
-    """Return boxes that cover ``box`` and are read one after another.
+    """Return boxes that cover ``box``, to be read one after another to limit the memory in use.
 
-    A warped box may need a much larger box of the image. Parts limit the memory that this takes.
+    A box of a warped sample may need a much larger box of the image. Without a warp, ``box`` is
+    returned as the only one.
     """
     if sample.warp is None or box.pixels <= _AT_ONCE:
         return [box]

@@ -31,7 +31,7 @@ from distseg.tiling.tile import Box, ReceptiveField
 class Sample:
     """A box of an image, and the augmentation to apply to it.
 
-    The box is warped, then its values are changed, and last it is turned.
+    The augmentation first warps the box, then changes its values, and then turns it.
 
     Attributes:
         image: the name of the image.
@@ -308,7 +308,8 @@ class Epoch(Sequence):
         Args:
             number: the number of the sample in the epoch, which determines the result.
             name: the setting.
-            unchanged: the result without the setting, and for samples outside of its share.
+            unchanged: the result without the setting, and for samples that the setting does not
+                change because it applies to a share of all samples only.
             logarithmic: True to draw the logarithm of the number uniformly.
             part: the purpose of the number, if a sample needs several from the same range.
         """

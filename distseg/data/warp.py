@@ -1,9 +1,9 @@
 """Resample an image along a smooth map, box by box: zoom, rotation and elastic deformation.
 
 The position of an output pixel in the image depends only on the pixel's own position in the sample.
-A rank computes any box of the warped sample from the box of the image that it needs, and gets the
-bits that the same pixels have in the whole warped sample. For this reason, every pixel is computed
-by the same operations in the same order, whatever the box is.
+So a rank can compute any box of the warped sample from a box of the image. Every pixel is computed
+by the same operations in the same order, whatever the box is. So it has the same bits in a box as
+in the whole warped sample.
 
 Pixels are interpolated linearly between the 2^d neighbours (bilinear, trilinear), labels are those
 of the nearest pixel. Neighbours without data, or outside the image, get the weight 0, and the other

@@ -1,8 +1,8 @@
-"""Read rasters of GDAL's other formats through rasterio: VRT, JPEG 2000, Erdas Imagine, ENVI, ...
+"""Read rasters that only GDAL reads, through rasterio: VRT, JPEG 2000, Erdas Imagine, ENVI, ...
 
 Windows are read from the file, and GDAL caches at most a few blocks of it. Only drivers that read
-local files are allowed: GDAL also opens texts that name an address, and a file from elsewhere must
-not make it connect there.
+local files are allowed. Other drivers open network addresses, and a file of unknown origin must not
+make GDAL connect to an address that it names.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GdalReader(Reader):
                 f"{path} is a raster of 2 dims, but an image of {dims} dims is needed: write "
                 "volumes as NIfTI, TIFF or npy"
             )
-        self._files: list[Any] = []  # those of parent processes are kept, as closing is not safe
+        self._files: list[Any] = []  # this process's last; closing a parent's is not safe
         self._process = 0
         with self._limits():
             lossy_source = _checked_sources(path, self._rasterio)

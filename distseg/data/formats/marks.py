@@ -87,7 +87,8 @@ def lossy_tiff(compression: int) -> str | None:
 def colours(mode: str) -> str:
     """Return what the bands of Pillow's ``mode`` mean, such as ``grey`` for L or ``RGB`` for RGB.
 
-    Images of a store must agree in it. :func:`tiff_colours` uses the same names.
+    All images of a store must have bands of the same meaning. :func:`tiff_colours` uses the same
+    names.
     """
     return _MODES.get(mode, mode)
 

@@ -26,7 +26,7 @@ from distseg.data.packages import optional
 SUFFIXES = (".nrrd", ".nhdr")
 _MOST_HEADER = 1 << 20  # bytes of a header that are read
 _LPS = (-1.0, -1.0, 1.0)
-# Signs of the axes in RAS, by the name of the space. ITK takes other spaces for LPS, too.
+# Signs of the axes in RAS, by the name of the space. Other spaces are read as LPS, as ITK does.
 _SIGNS = {
     "left-posterior-superior": _LPS,
     "lps": _LPS,

@@ -88,7 +88,7 @@ def _of_job() -> int:
 
 
 def memory_limit() -> int:
-    """Return the bytes of memory of this machine, or of this process's job if it has fewer.
+    """Return the bytes of memory of this machine, or the limit of this process's job if lower.
 
     Unlike :func:`free_memory`, the number does not depend on what runs at the moment.
     """
@@ -100,10 +100,11 @@ def memory_limit() -> int:
 
 
 def _groups() -> Iterator[tuple[Path, str, str, str]]:
-    """Yield the folder of each control group of this process, its parent groups included.
+    """Yield (folder, limit, use, cache) for each control group of this process and its parents.
 
-    Each comes with the names of the file of its limit and of the file of its use, and with the name
-    of the entry of its inactive page cache.
+    ``limit`` and ``use`` are the names of the files in the folder that hold the limit and the use
+    of memory in bytes. ``cache`` is the name of the line in the file ``memory.stat`` that holds the
+    bytes of inactive files in the page cache.
     """
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Whole-slide images: which files they are, and the size of their pixels.
+"""Recognise whole-slide images, and read the size of their pixels.
 
 A slide in Aperio's SVS format is a TIFF file, which :mod:`distseg.data.formats.tiff` reads.
 """

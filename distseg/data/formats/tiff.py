@@ -1,4 +1,4 @@
-"""Open TIFF files as images: choose the pages, and learn from tags what their numbers mean.
+"""Open TIFF files as images: choose the pages, and read from tags what their numbers mean.
 
 :mod:`distseg.data.formats.tiff_segments` reads the pixels.
 """

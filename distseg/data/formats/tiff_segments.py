@@ -150,10 +150,10 @@ class Segments:
             )
 
     def _check_form(self) -> None:
-        """Refuse encodings that programs decode in different ways, or whose size is not checked.
+        """Refuse encodings that programs decode in different ways, or whose size cannot be checked.
 
-        Programs differ, for example, in reading a predictor without a compression that uses one.
-        An image compression must be one of which :mod:`distseg.data.formats.packed` reads the size.
+        For example, programs differ in how they read a predictor without a compression that uses
+        one. :mod:`distseg.data.formats.packed` must be able to read the size of compressed images.
 
         Raises:
             ValueError: the encoding is refused; the message names the repair.

@@ -1,6 +1,6 @@
-"""Files that hold the voxels of a volume one after another: NIfTI and NRRD.
+"""Read files that hold the voxels of a volume one after another: NIfTI and NRRD.
 
-The file is mapped into memory. Packed voxels are unpacked into a scratch file first.
+The file is memory-mapped. Compressed voxels are unpacked into a scratch file first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class VoxelReader(Reader):
         scale: tuple[float, float] | None = None,
         last: bool = False,
     ) -> None:
-        """Set how voxels are stored.
+        """Set the position and the encoding of the voxels in the file.
 
         Args:
             stored: the dtype of the stored numbers.
@@ -150,10 +150,10 @@ class VoxelReader(Reader):
 
 
 def volume_size(spatial: tuple[int, ...], dims: int | None) -> tuple[int, ...]:
-    """Return the size of an image from that of its file, (z, y, x) or (y, x).
+    """Return the size of an image, (z, y, x) or (y, x), from the spatial size in its file.
 
     Args:
-        spatial: the size of the file.
+        spatial: the spatial size in the file, (z, y, x) or (y, x).
         dims: number of spatial dims; by default 3, or 2 for a single slice.
 
     Raises:
@@ -195,5 +195,5 @@ def write_packed(
 
 
 def _scaled(stored: np.dtype) -> np.dtype:
-    """Return the dtype of voxels after scale and offset: float32 if it holds each stored number."""
+    """Return the dtype of scaled voxels: float32 if it holds each stored number, else float64."""
     return np.dtype(np.float32 if np.can_cast(stored, np.float32) else np.float64)

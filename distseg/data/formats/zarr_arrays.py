@@ -1,8 +1,8 @@
-"""Zarr arrays from elsewhere: checks of their metadata, and reads of the chunks of a box.
+"""Read boxes of untrusted zarr arrays, after a check of their metadata.
 
-zarr decodes the chunks, but only after a check of the metadata: numbers only, and codecs of a fixed
-list, because some codecs of zarr run code from the file (pickle). Chunks are read one after
-another, so memory holds one chunk besides the box.
+zarr decodes the chunks. The metadata must say that the array holds numbers, and may name only the
+codecs of a fixed list, because some codecs of zarr run code from the file (pickle). Chunks are read
+one after another, so memory holds one chunk besides the box.
 """
 
 from __future__ import annotations
@@ -382,13 +382,13 @@ class ChunkedArray:
         return found
 
     def _check(self, index: tuple[int, ...]) -> None:
-        """Refuse a chunk that would fill the memory.
+        """Refuse a chunk that would unpack to far more bytes than it should, and fill the memory.
 
         Args:
             index: the index of the chunk or shard along each axis.
 
         Raises:
-            ValueError: the chunk unpacks to far more bytes than its numbers have.
+            ValueError: the chunk unpacks to far more bytes than its shape and dtype need.
         """
         file = self._stored.file(index)
         if index in self._checked or not file.is_file():
@@ -410,9 +410,9 @@ class ChunkedArray:
         self._checked.add(index)
 
     def _pieces(self, part: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Yield the index of each chunk that a part touches, and its share of the part.
+        """Yield the index of each chunk that a part touches, and the overlap of chunk and part.
 
-        The share has a slice of the whole array for each axis.
+        The overlap has one slice of the whole array for each axis.
         """
         ranges = [range(at.start // n, -(-at.stop // n)) for at, n in zip(part, self._stored.chunk)]
         for index in product(*ranges):

@@ -29,12 +29,12 @@ _UNCHANGED = ("transpose", "bytes")  # codecs of zarr v3 that turn numbers into 
 
 @dataclass(frozen=True)
 class Packing:
-    """Codec that packs the bytes of a chunk.
+    """Codec that compresses ("packs") the bytes of a chunk.
 
     Attributes:
         codec: the name of the codec; None if the bytes are not packed.
         start: number of bytes of checksums before the packed bytes.
-        form: the format of LZMA.
+        form: the container format for the codec LZMA, a constant of :mod:`lzma`.
     """
 
     codec: str | None = None
@@ -93,7 +93,7 @@ def packing_of(codecs: Sequence[tuple[str, Mapping[str, Any]]], path: Path) -> P
 
 
 def unpacks_to_more(data: memoryview, packing: Packing | Shard, numbers: int) -> bool:
-    """Return True if a chunk unpacks to far more bytes than its numbers can have.
+    """Return True if a chunk unpacks to far more bytes than its numbers can take.
 
     The result is also True if the file itself has far more bytes. It is False for a damaged chunk,
     which the decoder refuses.
@@ -101,7 +101,7 @@ def unpacks_to_more(data: memoryview, packing: Packing | Shard, numbers: int) ->
     Args:
         data: the bytes of the file.
         packing: how they are packed.
-        numbers: number of numbers in a chunk; for shards, in each of their chunks.
+        numbers: count of numbers in a chunk; for a shard, in each of its chunks.
     """
     if isinstance(packing, Shard):
         parts = _parts(data, packing)

@@ -48,7 +48,7 @@ class Sums:
 
 
 class ChunkSums:
-    """Checksums of the chunks of an array that arrives in boxes and is not stored.
+    """Collector of the checksums of an array's chunks; the array is written box by box.
 
     A chunk is complete when :meth:`write` has received all its pixels. ``sums`` (chunks along each
     dim) uint64 holds the checksums of the complete chunks.
@@ -66,7 +66,7 @@ class ChunkSums:
         self._pending: dict[tuple[int, ...], tuple[np.ndarray, int]] = {}
 
     def write(self, box: Box, array: np.ndarray) -> None:
-        """Take the pixels ``array`` (*box.size) of a box; every pixel must be given exactly once.
+        """Add the pixels ``array`` (*box.size) of a box; every pixel must be given exactly once.
 
         The box has one range for each dim of the array, the bands included.
         """

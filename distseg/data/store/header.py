@@ -266,7 +266,7 @@ def write(
 
 
 def read(path: str, file: h5py.File) -> Header:
-    """Return the header of a store.
+    """Return the header of the store ``file``; ``path`` names the store in messages.
 
     Raises:
         ValueError: the file is not a store, is unfinished or damaged, or has a newer version.

@@ -20,7 +20,7 @@ from distseg.data.formats.readers import open_image
 from distseg.data.store.layout import digest
 from distseg.tiling.tile import Box
 
-_PIECES, _PIECE = 16, 4096  # a hash covers this number of pieces of so many bytes
+_PIECES, _PIECE = 16, 4096  # pieces of a file that a hash covers, and bytes of each
 _THREADS = 16  # parallel file systems answer many requests at once
 
 

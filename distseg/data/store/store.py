@@ -72,7 +72,7 @@ class Store:
     ):
         self.path, self._constants, self.shrink = str(path), constants, shrink
         self._most_decoded = most_decoded
-        self._files: list[OpenFiles] = []  # this process's last, after those of its parents
+        self._files: list[OpenFiles] = []  # the last one is this process's, the others its parents'
         self._open()
         found = header.read(self.path, self._handle)
         self.version, self.digest = found.version, found.digest

@@ -110,7 +110,7 @@ def _of_coco(path: Path, rule: ValueRule, grid: ImageGrid) -> _Annotations:
 def _coco(path: Path) -> Coco | None:
     """Return the content of a JSON file in the format of COCO; None if it has another format.
 
-    The content of the last file is kept for a next call.
+    The content of the last file is cached for the next call.
     """
     found = os.stat(path)
     return _read_coco(path, found.st_size, found.st_mtime_ns)
@@ -150,7 +150,7 @@ def _read_coco(path: Path, size: int, changed: int) -> Coco | None:
 def _is_plainly_other(content: bytes) -> bool:
     """Return True if a JSON file cannot be a COCO file, because it does not name COCO's lists.
 
-    A GeoJSON file of many polygons is so recognised without parsing it.
+    So a large GeoJSON file need not be parsed to see that it is no COCO file.
     """
     in_utf_8 = json.detect_encoding(content) in ("utf-8", "utf-8-sig")
     return in_utf_8 and not all(f'"{name}"'.encode() in content for name in _LISTS)

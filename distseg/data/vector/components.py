@@ -56,7 +56,7 @@ def compressed(parents: np.ndarray) -> np.ndarray:
 
 
 class Labeller:
-    """Number the objects of a label map, strip by strip.
+    """Labeller that numbers the objects of a label map, strip by strip.
 
     An object gets a number, its id, in the first strip that shows it. When two objects turn out to
     be one, the larger id gets the smaller one as its parent.

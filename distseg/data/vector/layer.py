@@ -69,7 +69,7 @@ class Layer:
 
 
 def read_layer(path: Path, rule: ValueRule) -> Layer:
-    """Return the polygons of a vector file; the polygons of the last file are kept for a next call.
+    """Return the polygons of a vector file; those of the last file are cached for the next call.
 
     Args:
         path: the file.

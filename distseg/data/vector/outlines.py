@@ -1,8 +1,9 @@
-"""Outlines of objects that are not complete: open chains of edges, and rings in a scratch file.
+"""Collect the outlines of objects of a label map in a scratch file, while the map is read.
 
-The corners of the outlines are in the scratch file, in pieces that point to each other. Memory
-holds where each open chain starts and stops, which is on the border between the rows that were read
-and those that follow. So memory does not grow with the length of the outlines.
+An outline consists of chains of edges until it is closed to rings. The corners of chains and rings
+are in the scratch file, in pieces that point to each other. Memory holds only where each open chain
+starts and stops, on the lower border of the rows that were read. So memory does not grow with the
+length of the outlines.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _Chains:
 
     @classmethod
     def of(cls, edges: Edges) -> _Chains:
-        """Return each edge as a chain."""
+        """Return one chain for each edge."""
         none = np.full(len(edges), _END, np.int64)
         no_corners = np.zeros(len(edges), np.int64)
         return cls(edges.start, edges.stop, edges.way, edges.way, edges.ids, none, none, no_corners)
@@ -148,10 +149,11 @@ class Outlines:
         self._rings, self._corners = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def add(self, edges: Edges, rows: int) -> None:
-        """Add the edges of all objects that have outlines here, or will have.
+        """Add edges to the outlines of their objects; begin an outline for each new object.
 
         Args:
-            edges: all edges of these objects that are not below row ``rows`` and were not added.
+            edges: all edges of these objects in the first ``rows`` rows that were not added
+                before.
             rows: number of rows of the map that were read.
         """
         chains = self._open.and_also(_Chains.of(edges))

@@ -1,8 +1,7 @@
-"""Trace the objects of a label map as polygons.
+"""Trace the objects of a label map as polygons, while the map is read from top to bottom.
 
-Only one strip of the map, the edges of some rows, and where the outlines of open objects cross the
-last row are in memory. The outlines themselves are in a scratch file until their objects are
-complete.
+Memory holds one strip of the map, the edges of some rows, and the points where outlines cross the
+last row that was read. The outlines of objects that are not complete are in a scratch file.
 """
 
 from __future__ import annotations

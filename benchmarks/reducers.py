@@ -1,18 +1,22 @@
-"""Time of a step of several sample groups by the library that sums the gradients."""
+"""Time of a step of several sample groups by the library that sums the gradients, with sums that start during the backward pass and after it."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import quantiles
 
-from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
+from benchmarks.harness import Reading, Results, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
-from benchmarks.steps import Setting, arguments_of, fastest_step
+from benchmarks.steps import Setting, arguments_of
 from distseg.config.sizes import Size
 from distseg.models.unet import unet
 
-QUESTION = "How does the time of a step depend on what sums the gradients: MPI, Horovod or gloo?"
+QUESTION = (
+    "How does the time of a step depend on what sums the gradients, MPI, Horovod or gloo, and on when the sums start: "
+    "during the backward pass or after it?"
+)
 # Networks of 2 and 72 million parameters. The second has as many as the network "small" of Seal et
 # al. 2020, and its images are so small that the sum is a large part of the step.
 SETTINGS = (
@@ -31,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--steps",
         type=int,
         default=5,
-        help="steps of a job; the fastest counts (default: %(default)s)",
+        help="pairs of steps of a job, with early and late sums in turns (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     settings, reducers = SETTINGS, REDUCERS
@@ -42,39 +46,58 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for setting in settings:
         model = unet(setting.depth, setting.num_convs, setting.base_channels)
         millions = sum(p.numel() for p in model.parameters()) / 1e6
-        given = [*arguments_of(replace(setting, samples=options.ranks)), "--steps"]
-        given.append(str(options.steps))
+        given = [*arguments_of(replace(setting, samples=options.ranks)), "--late_sums", "--steps"]
+        given.append(str(2 * options.steps))
+        steps = {name: Results({"late": [], "early": []}, "late") for name in reducers}
         cases = {
-            name: lambda name=name, given=given: _seconds(options.ranks, given, name)
+            name: lambda name=name, given=given, steps=steps: _seconds(
+                options.ranks, given, name, steps[name]
+            )
             for name in reducers
         }
-        found[f"{millions:.2g} M, {setting.size}"] = measure(cases, repeats_of(options), warmup=0)
+        results = measure(cases, repeats_of(options), warmup=0)
+        found[f"{millions:.2g} M, {setting.size}"] = results, steps
     rows = [
-        {"parameters, image": name, **results.row(case, ("median",))}
-        for name, results in found.items()
+        {"parameters, image": name, **results.row(case, ("median",))} | _row(steps[case])
+        for name, (results, steps) in found.items()
         for case in results.samples
     ]
     notes = (
-        f"{options.ranks} ranks, an image and a thread each; the fastest step of a job, in fp32; "
-        "mpi and horovod under mpirun, torch (gloo) under torchrun; nothing overlaps with the "
-        "backward pass"
+        f"{options.ranks} ranks, an image and a thread each, in fp32; the fastest step of a job with early sums, over that "
+        "by mpi; early / late: a step whose sums start during the backward pass over the step before, whose sums start "
+        "after it, median and quartiles; mpi and horovod under mpirun, torch (gloo) under torchrun"
     )
+    samples = {
+        name: results.as_dict() | {"steps": {case: of.as_dict() for case, of in steps.items()}}
+        for name, (results, steps) in found.items()
+    }
     report(
         "reducers",
         QUESTION,
-        Rows(rows, {name: results.as_dict() for name, results in found.items()}),
+        Rows(rows, samples),
         options,
         {"ranks": options.ranks, "steps": options.steps},
         notes,
     )
 
 
-def _seconds(ranks: int, given: list[str], reducer: str) -> Reading:
+def _row(steps: Results) -> dict:
+    """Return the ratio of steps with early and late sums, as columns of the table."""
+    ratios = [early / late for early, late in zip(steps.samples["early"], steps.samples["late"])]
+    low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {"early / late": middle, "quartiles": f"{low:.2f} to {high:.2f}"}
+
+
+def _seconds(ranks: int, given: list[str], reducer: str, steps: Results) -> Reading:
+    """Run a job, add its steps to ``steps``, and return the seconds of its fastest step with early sums."""
     transport = "torch" if reducer == "torch" else "mpi"
     environment = {"HOROVOD_CYCLE_TIME": "20"}  # distseg's own choice on a CPU
     arguments = [*given, "--reducer", reducer]
     result = run_ranks(ranks, arguments, environment=environment, transport=transport)
-    return Reading(fastest_step(result))
+    late, early = result["every"][::2], result["every"][1::2]
+    steps.samples["late"] += late
+    steps.samples["early"] += early
+    return Reading(min(early))
 
 
 if __name__ == "__main__":

@@ -149,10 +149,17 @@ def arguments_of(setting: Setting) -> list[str]:
     return given
 
 
-def timed(step: Callable[[], float], comm, steps: int, patience: float) -> dict:
+def timed(
+    step: Callable[[], float],
+    comm,
+    steps: int,
+    patience: float,
+    before_step: Callable[[int], None] = lambda number: None,
+) -> dict:
     """Seconds of the slowest rank for each of ``steps`` steps while nobody else used the machine.
 
     After a disturbed step all ranks sleep until the machine is quiet; after ``patience`` seconds what there is must do.
+    ``before_step`` is called with the number of each step before it.
     """
     undisturbed, every, deadline = [], [], time.monotonic() + patience
     while comm.bcast(
@@ -160,6 +167,7 @@ def timed(step: Callable[[], float], comm, steps: int, patience: float) -> dict:
     ):
         if len(every) > len(undisturbed):
             _sleep_until_quiet(comm, deadline)
+        before_step(len(every))
         comm.Barrier()
         busy, own, start = _busy(), time.process_time(), time.perf_counter()
         step()
@@ -213,6 +221,11 @@ def main() -> None:
     )
     parser.add_argument("--reducer", default="auto")
     parser.add_argument(
+        "--late_sums",
+        action="store_true",
+        help="in every second step, the first one too, sums of gradients start after the backward pass",
+    )
+    parser.add_argument(
         "--idle_waits", action="store_true", help="waits are not filled with weight gradients"
     )
     parser.add_argument(
@@ -224,8 +237,13 @@ def main() -> None:
     )
     parser.add_argument("--warmup", type=int, default=2)
     given = vars(parser.parse_args())
-    names = ("alone", "reducer", "idle_waits", "system_malloc", "steps", "patience", "warmup")
-    alone, reducer, idle, system, steps, patience, warmup = (given.pop(name) for name in names)
+    names = (
+        *("alone", "reducer", "late_sums", "idle_waits", "system_malloc"),
+        *("steps", "patience", "warmup"),
+    )
+    alone, reducer, late, idle, system, steps, patience, warmup = (
+        given.pop(name) for name in names
+    )
     torch.set_num_threads(1)
     if not system:
         keep_freed_memory()
@@ -238,8 +256,13 @@ def main() -> None:
     before = peak()
     for _ in range(warmup):
         step()
+    early = engine.reducer.early
+
+    def before_step(number: int) -> None:
+        engine.reducer.early = early and not (late and number % 2 == 0)
+
     cpu = time.process_time()
-    found = timed(step, comm, steps, patience)
+    found = timed(step, comm, steps, patience, before_step)
     found["processor"] = (time.process_time() - cpu) / len(
         found["every"]
     )  # seconds a step on this rank

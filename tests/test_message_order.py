@@ -8,6 +8,7 @@ import torch
 from made_transports import over
 from test_exact import config
 
+from distseg.comm import reducer
 from distseg.comm.launch import gathered
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.config.sizes import Size
@@ -289,6 +290,47 @@ def test_the_order_of_mpi_would_block_nccl():
         check_order(programs, STREAM)
 
 
+def with_early_sums(steps: list, rank: int, draw: random.Random, tags: tuple[int, int]) -> list:
+    """Return the steps of a rank, in which the sums of two buckets start at drawn places of each optimizer step."""
+    found: list = []
+    begin = 0  # of the optimizer step
+    for step in steps:
+        if not isinstance(step, Collective) or "sum of the gradients" not in step.what:
+            found.append(step)
+            continue
+        rounds = [
+            tuple(
+                Message(step.comm, *way, tag, f"round {tag} of bucket {bucket}, {step.what}")
+                for other in step.ranks
+                if other != rank
+                for way in ((rank, other), (other, rank))
+            )
+            for bucket in range(2)
+            for tag in tags
+        ]
+        places = sorted(draw.choices(range(begin, len(found) + 1), k=2), reverse=True)
+        for place, messages in zip(places, (rounds[2], rounds[0])):
+            found.insert(place, Start(messages))
+        for first, second in (rounds[:2], rounds[2:]):
+            found += [Wait(first), Start(second), Wait(second)]
+        begin = len(found)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_of_gradients_may_start_anywhere_on_each_rank(seed):
+    """The first messages of a sum start at any place in the program, because no other messages have their tags."""
+    draw = random.Random(seed)
+    programs = messages_of_all_ranks(planned("64x64", **PIPELINE | dict(norm="batch", samples=2)))
+    check_order(programs)
+    check_order(
+        [
+            with_early_sums(steps, rank, draw, reducer.TAGS_OF_SUMS)
+            for rank, steps in enumerate(programs)
+        ]
+    )
+
+
 # The same order in jobs that run
 
 
@@ -320,7 +362,10 @@ class Recorder:
 
 
 def recorded(comm, image: str, settings: dict, steps: int = 2) -> list[tuple]:
-    """Return the messages that a rank starts in the first steps of a job."""
+    """Return the messages that a rank starts in the first steps of a job.
+
+    The sum of the gradients is one collective, noted when the rank waits for it, behind the messages of these sums.
+    """
     prepared = prepare(config(**SMALL, **settings), Size(image))
     found, model, images = prepared.config, as_network(prepared.model), prepared.images()
     mesh = Mesh(comm, found.mesh.samples, found.mesh.tiles, found.mesh.stages)
@@ -333,10 +378,11 @@ def recorded(comm, image: str, settings: dict, steps: int = 2) -> list[tuple]:
         made.comm = Recorder(made.comm, name, ranks, noted)
 
     def sum_gradients():
+        engine.sums.finish()
         if mesh.replicas.size > 1:
             noted.append(("all", "replicas"))
 
-    engine.sum_gradients = sum_gradients  # A reducer has messages of its own.
+    engine.sum_gradients = sum_gradients
     for _ in range(steps):
         engine.backward(own_pieces(engine, images))
         engine.update(0.0)
@@ -359,8 +405,13 @@ def expected(steps, rank: int) -> list[tuple]:
     return found
 
 
+def is_of_sum(note: tuple) -> bool:
+    """Return True if a note is a message of the sums of gradients."""
+    return len(note) > 2 and note[3] in reducer.TAGS_OF_SUMS
+
+
 def check_run(comm, image: str, settings: dict) -> None:
-    noted = [note[:4] for note in recorded(comm, image, settings)]
+    noted = [note[:4] for note in recorded(comm, image, settings) if not is_of_sum(note)]
     steps = messages_of_all_ranks(planned(image, **settings))[comm.rank]
     assert noted and noted == expected(steps, comm.rank)
 
@@ -393,6 +444,28 @@ def test_a_job_of_all_axes_starts_the_messages_of_its_program(comm):
     check_run(comm, "64x64", PIPELINE | dict(samples=2, norm="batch", recompute="always"))
 
 
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("kind", ["mpi", "torch"])
+def test_sums_of_gradients_start_between_other_messages(comm, kind, monkeypatch):
+    """On one communicator with the statistics of norms, whose order stays that of the program."""
+    monkeypatch.setattr(reducer, "_BUCKET", 1)
+    settings = dict(samples=2, norm="batch", norm_scope="step", reducer=kind)
+    noted = recorded(over(kind, comm), "64x64", settings)
+    steps = messages_of_all_ranks(planned("64x64", **settings))[comm.rank]
+    others = [note[:4] for note in noted if not is_of_sum(note)]
+    assert others == expected(steps, comm.rank)
+    assert others and {note[1] for note in others} == {"replicas"}
+    first = next(n for n, note in enumerate(noted) if is_of_sum(note))
+    assert first < len(others) / 2 - 1, "other messages of the first of two steps follow"
+    sent, received = (
+        Counter(note[3] for note in noted if is_of_sum(note) and note[0] == way)
+        for way in ("send", "recv")
+    )
+    assert sorted(sent) == sorted(reducer.TAGS_OF_SUMS)
+    assert comm.allgather(sent)[::-1] == comm.allgather(received)
+    gathered(comm)
+
+
 STREAMED = dict(streamed=Size("3x1"), scratch="memory", exchange_every="1", accumulate=2)
 
 
@@ -412,7 +485,7 @@ def headers(noted: list[tuple]) -> Counter:
 def test_a_streamed_job_starts_the_messages_of_its_program(comm, settings):
     """Strips of rows depend on the time, so of these only the maps are counted."""
     settings = STREAMED | settings
-    noted = recorded(comm, "64x64", settings)
+    noted = [note for note in recorded(comm, "64x64", settings) if not is_of_sum(note)]
     steps = messages_of_all_ranks(planned("64x64", **settings))[comm.rank]
     wanted = expected(steps, comm.rank)
 

@@ -43,7 +43,7 @@ def test_gradients_are_views_of_one_bucket_with_the_parameters_strides():
     sum((i + 1) * p.sum() for i, p in enumerate(params)).backward()
     assert sorted(bucket.tolist()) == [1.0] * 108 + [2.0] * 4 + [3.0] * 8
     bucket[0] = 7
-    assert params[0].grad.flatten()[0] == 7
+    assert params[-1].grad.flatten()[0] == 7, "the last layer's gradients are complete first"
     gradients.zero()
     assert not any(p.grad.any() for p in params)
 
@@ -61,13 +61,13 @@ def test_gradients_that_are_taken_in_replace_those_of_the_last_step():
 
 def test_a_bucket_for_each_dtype_and_no_larger_than_its_bound(monkeypatch):
     assert [b.dtype for b in Gradients(parameters((torch.float32, torch.bfloat16))).buckets] == [
-        torch.float32,
         torch.bfloat16,
+        torch.float32,
     ]
     monkeypatch.setattr(reducer, "_BUCKET", 4 * 112)
-    assert [b.numel() for b in Gradients(parameters()).buckets] == [112, 8]
+    assert [b.numel() for b in Gradients(parameters()).buckets] == [12, 108]
     monkeypatch.setattr(reducer, "_BUCKET", 1)
-    assert [b.numel() for b in Gradients(parameters()).buckets] == [108, 4, 8], (
+    assert [b.numel() for b in Gradients(parameters()).buckets] == [8, 4, 108], (
         "a parameter is never cut"
     )
 

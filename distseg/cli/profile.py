@@ -18,6 +18,7 @@ import torch
 
 from distseg.comm.launch import raise_jointly, set_up
 from distseg.comm.mesh import Mesh, MeshShape
+from distseg.comm.reducer import Reducer
 from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
@@ -337,7 +338,7 @@ def watch(engine: Engine, world) -> Trace:
     trace = Trace(world.rank, _clock(engine.device), ranges)
     engine.pipeline.trace = trace
     engine.mesh.waits.span = trace.span
-    engine.reducer = _TracedReducer(engine.reducer, trace)
+    engine.sums.reducer = _TracedReducer(engine.reducer, trace)
     # The loss and the gradient's norm are sums over all stages.
     engine.mesh.pipeline = TracedComm(engine.mesh.pipeline, trace, "wait")
     for name in ("norm_comm", "batch_comm", "groups_comm"):
@@ -351,15 +352,17 @@ def watch(engine: Engine, world) -> Trace:
     return trace
 
 
-class _TracedReducer:
-    """Reducer that passes each sum to another reducer and records it as a span of a trace."""
+class _TracedReducer(Reducer):
+    """Reducer that passes sums to another reducer, and records the waits as spans of a trace."""
 
-    def __init__(self, reducer, trace: Trace):
-        self.name, self._reducer, self._trace = reducer.name, reducer, trace
+    def __init__(self, reducer: Reducer, trace: Trace):
+        self.name, self.early = reducer.name, reducer.early
+        self.start, self.advance = reducer.start, reducer.advance
+        self._reducer, self._trace = reducer, trace
 
-    def sum(self, buckets) -> None:
+    def finish(self) -> None:
         with self._trace.span("reduce", f"gradients, {self.name}"):
-            self._reducer.sum(buckets)
+            self._reducer.finish()
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

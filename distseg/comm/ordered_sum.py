@@ -23,7 +23,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from distseg.comm.communicator import Communicator, Request
 
-_PARTS, _SUMS = (1 << 30) + 1, (1 << 30) + 2  # tags
+TAGS = (1 << 30) + 1, (1 << 30) + 2  # of the messages with parts, and with the sums of parts
 _GATHERED = 1 << 16  # up to so many bytes of all ranks together, one gather replaces both rounds
 
 
@@ -35,7 +35,7 @@ def start_sum(memory: np.ndarray, comm: Communicator) -> Request:
     flat = torch.from_numpy(memory).view(-1)
     if flat.numel() * flat.element_size() * comm.size <= _GATHERED:
         return _GatheredSum(flat, comm)
-    return _SumOfParts(flat, comm)
+    return SumOfParts(flat, comm, TAGS)
 
 
 class _GatheredSum:
@@ -55,11 +55,20 @@ class _GatheredSum:
         return True
 
 
-class _SumOfParts:
-    """Sum of a large array over n ranks. Each rank adds up one n-th of it and sends the result."""
+class SumOfParts:
+    """Sum of a large array over n ranks. Each rank adds up one n-th of it and sends the result.
 
-    def __init__(self, memory: Tensor, comm: Communicator):
-        self._comm, size = comm, comm.size
+    Sums with the same tags must be started in the same order on all ranks, and tested one after
+    another: the second one only when the first one is complete.
+
+    Args:
+        memory: the array, a flat tensor in host memory. It is replaced by the sum.
+        comm: the communicator. All its ranks make this object, with arrays of one length.
+        tags: the tags of both rounds of messages.
+    """
+
+    def __init__(self, memory: Tensor, comm: Communicator, tags: tuple[int, int]):
+        self._comm, self._tags, size = comm, tags, comm.size
         ends = [memory.numel() * rank // size for rank in range(size + 1)]
         self._parts = [memory[a:b] for a, b in zip(ends, ends[1:])]
         self._own = self._parts[comm.rank]
@@ -68,17 +77,21 @@ class _SumOfParts:
             for rank, part in enumerate([self._own] * size)
         ]
         self._added = False
-        self._requests = self._exchange(self._given, self._parts, _PARTS)
+        self._requests = self._exchange(self._given, self._parts, tags[0])
 
     def Test(self) -> bool:
-        self._requests = [request for request in self._requests if not request.Test()]
+        # A test advances all messages of this process, so the later requests need no test yet.
+        while self._requests and self._requests[-1].Test():
+            self._requests.pop()
         if self._requests:
             return False
         if not self._added:
             self._added = True
             self._own.copy_(_added(self._given))
             self._given = []
-            self._requests = self._exchange(self._parts, [self._own] * self._comm.size, _SUMS)
+            self._requests = self._exchange(
+                self._parts, [self._own] * self._comm.size, self._tags[1]
+            )
         return not self._requests
 
     def _exchange(self, received: list[Tensor], sent: list[Tensor], tag: int) -> list[Request]:

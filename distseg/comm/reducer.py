@@ -1,11 +1,12 @@
-"""Sum of the gradients of all replicas, once per optimizer step.
+"""Buckets of gradients, and reducers, which sum a bucket over all replicas.
 
 *Replicas* are the ranks that hold the same weights. Horovod adds their gradients, or the transport
 that carries all other messages (MPI or torch.distributed).
 
 With several replicas the gradients live in a few flat buckets, and each parameter's ``grad`` is a
-view of a bucket. So messages are contiguous, nothing is copied, and the global norm is one
-reduction.
+view of a bucket. So messages are contiguous, and nothing is copied. The first bucket has the
+gradients of the last layers, which the backward pass completes first. So its sum can start while
+the backward pass goes on (:mod:`distseg.comm.gradient_sums`).
 
 Every rank computes the gradient of its part of the loss, which is already divided by global counts.
 So the reduction is a plain sum, and the result is the gradient of the serial program.
@@ -18,22 +19,27 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable
-from itertools import groupby, repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from distseg.comm.communicator import as_communicator
 from distseg.comm.memory_format import like_layout
+from distseg.comm.ordered_sum import TAGS, SumOfParts
 from distseg.comm.staging import Buffers, wait_for_device
-from distseg.comm.waits import Waits, waits_of
+from distseg.comm.waits import Waits, When, waits_of
 
 _SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
 _STALL = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 # Milliseconds between the rounds in which Horovod's thread asks all ranks for work. There is work
-# once a step. On a CPU every round takes cores from the computation (benchmarks/performance.md).
+# once for each bucket of a step. On a CPU every round takes cores from the computation
+# (benchmarks/performance.md).
 _CYCLE = {"cpu": "20", "cuda": "1"}
-_BUCKET = 1 << 26  # bytes; Horovod's own fusion buffer has 128 MiB
+_BUCKET = 1 << 24  # bytes of a bucket
+_UNDER_WAY = 1 << 26  # bytes of the buckets whose sums may be under way at the same time
+TAGS_OF_SUMS = TAGS[0] + 2, TAGS[1] + 2  # no other messages have these tags
+_SUM = "the sum of the gradients over the replicas"  # what a rank waits for
 
 
 class Gradients:
@@ -44,31 +50,33 @@ class Gradients:
             own tensors are kept.
 
     Attributes:
-        buckets: one or more flat tensors per dtype and device, in the order of the parameters;
-            empty if ``flat`` is False.
+        buckets: one or more flat tensors per dtype and device, from the last parameter to the
+            first; empty if ``flat`` is False.
+        members: the parameters of each of the :attr:`parts`.
     """
 
     def __init__(self, parameters: list[nn.Parameter], flat: bool = True):
         self.parameters = parameters
         self.buckets: list[Tensor] = []
-        self._views: list[Tensor] = []  # the part of a bucket that belongs to each parameter
-        group: list[nn.Parameter] = []
-        for p in parameters if flat else ():
-            if group and not _same_bucket(group, p):
-                self._close(group)
-                group = []
-            group.append(p)
-        if group:
-            self._close(group)
+        self.members: list[list[nn.Parameter]] = [] if flat else [[p] for p in parameters]
+        # The part of a bucket that belongs to each parameter.
+        self._views: dict[nn.Parameter, Tensor] = {}
+        for p in reversed(parameters) if flat else ():
+            if not self.members or not _same_bucket(self.members[-1], p):
+                self.members.append([])
+            self.members[-1].append(p)
+        if flat:
+            for group in self.members:
+                self._make_bucket(group)
 
-    def _close(self, group: list[nn.Parameter]) -> None:
+    def _make_bucket(self, group: list[nn.Parameter]) -> None:
         first = group[0]
         bucket = torch.zeros(sum(p.numel() for p in group), dtype=first.dtype, device=first.device)
         offset = 0
         for p in group:
             # With the parameter's strides autograd adds without a change of layout (channels_last).
             p.grad = bucket.as_strided(p.size(), p.stride(), offset)
-            self._views.append(p.grad)
+            self._views[p] = p.grad
             offset += p.numel()
         self.buckets.append(bucket)
 
@@ -76,8 +84,8 @@ class Gradients:
         """Reset all gradients before a step: to 0 with buckets, else to None."""
         for bucket in self.buckets:
             bucket.zero_()
-        for p, view in zip(self.parameters, self._views or repeat(None)):
-            p.grad = view
+        for p in self.parameters:
+            p.grad = self._views.get(p)
 
     def detach(self) -> None:
         """Set every ``grad`` to None. Afterwards only parameters with a new gradient have one."""
@@ -86,7 +94,7 @@ class Gradients:
 
     def take_in(self) -> None:
         """Move gradients that autograd computed after :meth:`detach` into the buckets."""
-        for p, view in zip(self.parameters, self._views):
+        for p, view in self._views.items():
             if p.grad is not None:
                 view.copy_(p.grad)
             else:
@@ -143,63 +151,107 @@ def _same_bucket(group: list[nn.Parameter], p: nn.Parameter) -> bool:
     ) and size + p.numel() * p.element_size() <= _BUCKET
 
 
-class LoneReducer:
+class Reducer:
+    """Base class of what sums buckets over the replicas.
+
+    All replicas must start the sums of the same buckets in the same order. A sum is written to
+    ``bucket.data``, which leaves the version of the bucket, so that the version counts additions to
+    its gradients only (:class:`distseg.comm.gradient_sums.GradientSums`).
+
+    Attributes:
+        name: the name of the reducer, for the log.
+        early: True if sums may start while the backward pass still runs.
+    """
+
+    name: str
+    early = False
+
+    def start(self, bucket: Tensor) -> None:
+        """Start to replace a bucket by its sum; the bucket must be left alone until :meth:`finish`.
+
+        Args:
+            bucket: a flat tensor.
+        """
+        raise NotImplementedError
+
+    def advance(self) -> None:
+        """Advance the sums under way without waiting."""
+
+    def finish(self) -> None:
+        """Wait until all sums that were started are complete."""
+        raise NotImplementedError
+
+    def sum(self, buckets: list[Tensor]) -> None:
+        """Replace each bucket by its sum."""
+        for bucket in buckets:
+            self.start(bucket)
+        self.finish()
+
+
+class LoneReducer(Reducer):
     """Reducer of a single replica, which has nothing to sum."""
 
     name = "none"
 
-    def sum(self, buckets: list[Tensor]) -> None:
+    def start(self, bucket: Tensor) -> None:
         """Do nothing: the gradients of a single replica are their own sum."""
 
+    def finish(self) -> None:
+        """Do nothing."""
 
-class TransportReducer:
+
+class TransportReducer(Reducer):
     """Reducer that sums flat buckets over a communicator, by MPI or torch.distributed.
 
-    Buckets of a GPU go through host memory, two at a time.
+    A sum takes as much memory as its bucket, so only a few sums are under way at the same time.
+    Buckets of a GPU go through host memory.
 
     Args:
-        comm: the communicator of the replicas.
+        comm: the communicator of the replicas. No other messages on it may have the tags
+            ``TAGS_OF_SUMS``.
         fp16: True to compress gradients to fp16 before the sum.
+        early: True if sums may start while the backward pass still runs.
 
     Attributes:
         name: the transport, "mpi" or "torch".
     """
 
-    def __init__(self, comm, fp16: bool = False):
-        self.comm, self.fp16 = as_communicator(comm), fp16
+    def __init__(self, comm, fp16: bool = False, early: bool = True):
+        self.comm, self.fp16, self.early = as_communicator(comm), fp16, early
         self.name = self.comm.transport
         self._buffers: dict[torch.device, Buffers] = {}
+        self._waiting: deque[Tensor] = deque()
+        self._under_way: deque[_BucketSum] = deque()
 
-    def sum(self, buckets: list[Tensor]) -> None:
-        """Replace each flat bucket by its sum over the replicas, in place.
+    def start(self, bucket: Tensor) -> None:
+        self._waiting.append(bucket)
+        self.advance()
 
-        All replicas must call it together. It returns when the sums have arrived.
-        """
-        under_way: deque[Callable[[], None]] = deque()
-        for bucket in buckets:
-            under_way.append(self._start(bucket))
-            # On a GPU one bucket is copied while another one travels.
-            if not bucket.is_cuda or len(under_way) > 1:
-                under_way.popleft()()
-        while under_way:
-            under_way.popleft()()
+    def advance(self) -> None:
+        # Sums with the same tags are tested one after another (SumOfParts).
+        while self._under_way and self._under_way[0].Test():
+            self._under_way.popleft()
+        while self._waiting and self._has_room(self._waiting[0]):
+            self._under_way.append(self._send(self._waiting.popleft()))
 
-    def _start(self, bucket: Tensor) -> Callable[[], None]:
-        """Start to sum a bucket, and return the function that completes it."""
+    def finish(self) -> None:
+        waits_of(self.comm).wait(When(self._all_done), _SUM)
+
+    def _all_done(self) -> bool:
+        self.advance()
+        return not self._under_way
+
+    def _has_room(self, bucket: Tensor) -> bool:
+        under_way = sum(_bytes(each.bucket) for each in self._under_way)
+        return not under_way or under_way + _bytes(bucket) <= _UNDER_WAY
+
+    def _send(self, bucket: Tensor) -> _BucketSum:
+        """Start the messages of a bucket's sum."""
         # MPI has no 16-bit floats, so they are summed in float32. After fp16 compression this adds
         # no further rounding in 16 bits.
         wire = bucket.to(torch.float16).float() if self.fp16 else _wire(bucket)
         host, give = self._on_the_host(wire) if wire.is_cuda else (wire, None)
-        request = self.comm.Isum(host.numpy())
-
-        def end() -> None:
-            waits_of(self.comm).wait(request)
-            if host is not bucket:
-                bucket.copy_(host.to(bucket.device, non_blocking=True))
-            if give:
-                give()
-
-        return end
+        return _BucketSum(bucket, host, give, SumOfParts(host.data, self.comm, TAGS_OF_SUMS))
 
     def _on_the_host(self, wire: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Return a copy of a GPU tensor in host memory, and a function that releases the copy."""
@@ -210,8 +262,33 @@ class TransportReducer:
         return host, lambda: buffers.give(buffer, read_by_stream=True)
 
 
-class HorovodReducer:
-    """Reducer that sums flat buckets by Horovod's grouped all-reduce.
+class _BucketSum(NamedTuple):
+    """Sum of a bucket that is under way.
+
+    Attributes:
+        bucket: the bucket.
+        host: the summands, then the sum, in host memory; perhaps the bucket itself.
+        give: function that releases the host memory; None if it needs no release.
+        request: the request of the sum.
+    """
+
+    bucket: Tensor
+    host: Tensor
+    give: Callable[[], None] | None
+    request: SumOfParts
+
+    def Test(self) -> bool:
+        if not self.request.Test():
+            return False
+        if self.host is not self.bucket:
+            self.bucket.data.copy_(self.host.to(self.bucket.device, non_blocking=True))
+        if self.give:
+            self.give()
+        return True
+
+
+class HorovodReducer(Reducer):
+    """Reducer that sums flat buckets by Horovod, whose own thread sends the messages.
 
     Args:
         process_set: Horovod's process set of the replicas.
@@ -219,29 +296,33 @@ class HorovodReducer:
         fp16: True to compress gradients to fp16 for the sum.
     """
 
-    name = "horovod"
+    name, early = "horovod", True
 
     def __init__(self, process_set, waits: Waits, fp16: bool = False):
         self.process_set, self.waits, self.fp16 = process_set, waits, fp16
+        self._under_way: list[tuple[Tensor, Tensor, int]] = []  # bucket, summands, Horovod's number
 
-    def sum(self, buckets: list[Tensor]) -> None:
-        """Replace each flat bucket by its sum over the replicas, in place.
-
-        All replicas must call it together. It returns when the sums have arrived.
-        """
+    def start(self, bucket: Tensor) -> None:
         import horovod.torch as hvd
 
-        # The list is empty for a pipeline stage without weights.
-        wires = [b.to(torch.float16) if self.fp16 else _wire(b) for b in buckets]
-        # Horovod reduces the tensors of one device in one operation.
-        with self.waits.reported("the sum of the gradients over the replicas"):
-            for number, (_, group) in enumerate(groupby(wires, key=lambda wire: wire.device)):
-                hvd.grouped_allreduce_(
-                    list(group), op=hvd.Sum, name=f"gradients{number}", process_set=self.process_set
-                )
-        for bucket, wire in zip(buckets, wires):
-            if wire is not bucket:
-                bucket.copy_(wire)
+        wire = bucket.to(torch.float16) if self.fp16 else _wire(bucket)
+        name = f"gradients{len(self._under_way)}"
+        handle = hvd.allreduce_async_(wire, name=name, op=hvd.Sum, process_set=self.process_set)
+        self._under_way.append((bucket, wire, handle))
+
+    def finish(self) -> None:
+        import horovod.torch as hvd
+
+        with self.waits.reported(_SUM):
+            for bucket, wire, handle in self._under_way:
+                hvd.synchronize(handle)
+                if wire is not bucket:
+                    bucket.data.copy_(wire)
+        self._under_way.clear()
+
+
+def _bytes(bucket: Tensor) -> int:
+    return bucket.numel() * bucket.element_size()
 
 
 def _wire(bucket: Tensor) -> Tensor:
@@ -257,7 +338,7 @@ def horovod_works() -> bool:
         return False
 
 
-def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
+def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu") -> Reducer:
     """Return the reducer for this rank's replicas. All ranks of ``mesh`` must call it together.
 
     Args:
@@ -284,7 +365,8 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
         return HorovodReducer(_process_set(mesh, device), mesh.waits, fp16)
     if lacks and mesh.world.rank == 0:
         print(f"distseg: {lacks}, gradients are summed by MPI (mesh.reducer: mpi)", flush=True)
-    return TransportReducer(mesh.replicas, fp16)
+    # On a GPU a sum begins with a copy that waits for all kernels, so it would delay later kernels.
+    return TransportReducer(mesh.replicas, fp16, early=device == "cpu")
 
 
 def _check_transport(kind: str, transport: str) -> None:

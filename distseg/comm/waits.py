@@ -18,6 +18,7 @@ from functools import wraps
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from distseg.comm.communicator import as_communicator
 from distseg.comm.progress import SAME_CALL, watched
@@ -33,11 +34,12 @@ class _Piece(NamedTuple):
     """Deferred work and its deadline.
 
     The deadline is the name of an action of the schedule. None means that the work must be done
-    when the next work is deferred.
+    when the next work is deferred. The work adds to the gradients of ``parameters``.
     """
 
     action: str | None
     work: Callable[[], None]
+    parameters: Sequence[nn.Parameter | None]
 
 
 class Waits:
@@ -117,9 +119,16 @@ class Waits:
     def moving(self, move: Callable[[], None]):
         """Call ``move`` again and again during every wait inside the context.
 
-        ``move`` advances messages that other ranks wait for.
+        ``move`` advances messages that other ranks wait for. In a context inside of another one,
+        both functions are called. They are also called after each piece of deferred work.
         """
-        before, self._move = self._move, move
+        before = self._move
+
+        def both() -> None:
+            before()
+            move()
+
+        self._move = both
         try:
             yield
         finally:
@@ -154,14 +163,20 @@ class Waits:
         finally:
             self._action = before
 
-    def later(self, work: Callable[[], None]) -> bool:
+    def later(
+        self, work: Callable[[], None], parameters: Sequence[nn.Parameter | None] = ()
+    ) -> bool:
         """Defer ``work`` until this rank waits or the deadline comes, and return True.
 
         Outside of :meth:`putting_off`, return False; the caller must then do the work itself.
+
+        Args:
+            work: the work.
+            parameters: the parameters to whose gradients the work adds.
         """
         if self._pieces is None:
             return False
-        self._pieces.append(_Piece(self._action, work))
+        self._pieces.append(_Piece(self._action, work, parameters))
         while self._action is None and len(self._pieces) > 1:
             self.do_next()
         return True
@@ -173,7 +188,12 @@ class Waits:
         piece = self._pieces.popleft()
         with self.span("weight", piece.action or "put off"), torch.no_grad():
             piece.work()
+        self._move()
         return True
+
+    def adds_to(self, parameter: nn.Parameter) -> bool:
+        """Return True if deferred work will add to the gradient of a parameter."""
+        return any(p is parameter for piece in self._pieces or () for p in piece.parameters)
 
     def check_done(self) -> None:
         """Raise an error if deferred work is left, because some gradients are then incomplete.
@@ -198,6 +218,7 @@ class Waits:
             self._pieces.remove(piece)
             with torch.no_grad():
                 piece.work()
+            self._move()
 
 
 class When:

@@ -143,7 +143,7 @@ class _Convolution(torch.autograd.Function):
 
         dweight = dbias = None
         if (wanted[3] or wanted[4]) and not exchange.waits.later(
-            lambda: accumulate(parameters, of_parameters())
+            lambda: accumulate(parameters, of_parameters()), parameters
         ):
             dweight, dbias = of_parameters()
         if of_inputs:

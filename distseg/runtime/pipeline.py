@@ -8,14 +8,16 @@ next passes are posted early, so that messages travel while this pass computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distseg.comm.mail import Form, Mail, Receipt
 from distseg.comm.progress import heartbeat
 from distseg.runtime.actions import Action, Backward, Forward, Weight
+from distseg.runtime.last_additions import LastPass, last_additions
 from distseg.runtime.operations import EdgeOperation, Operation, Recompute, Recv, Send
 from distseg.runtime.partition import Edge, Partition
 from distseg.runtime.spans import NoTrace
@@ -37,6 +39,10 @@ class Pipeline:
         recompute: the micro-batches whose activations are computed again: never, except_last or
             always (:func:`distseg.runtime.stage_program.operations`).
         trace: records the spans of passes and messages; by default nothing is recorded.
+
+    Attributes:
+        last_pass: makes the context of the backward pass that adds to the gradients of some
+            parameters for the last time in a step.
     """
 
     def __init__(
@@ -52,12 +58,14 @@ class Pipeline:
         self.stages = {stage.number: stage for stage in stages}
         self.mail = Mail(comm, device)
         self.trace = trace or NoTrace()
+        self.last_pass: LastPass = lambda parameters: nullcontext()
         self._numbers = {edge: number for number, edge in enumerate(partition.edges)}
         # Shapes and dtypes of an edge's tensors, for micro-batches of one signature.
         self._forms: dict[tuple[Edge, tuple], list[Form]] = {}
         self._posted: dict[_Key, list[Receipt]] = {}
         self._here: dict[_Key, list[Tensor]] = {}  # Computed here or received.
         self._program = lru_cache(lambda actions: operations(actions, partition.edges, recompute))
+        self._last_additions = lru_cache(self._find_last_additions)
         for stage in stages:
             stage.after_layer = self.mail.progress if comm.size > 1 else None
 
@@ -81,6 +89,7 @@ class Pipeline:
             units: the micro-batches, by number.
         """
         program = self._program(tuple(actions))
+        last = self._last_additions(tuple(actions))
         dropped = {(op.stage, op.micro_batch) for op in program if isinstance(op, Recompute)}
         splits = any(isinstance(op, Weight) for op in program)
         try:
@@ -96,7 +105,8 @@ class Pipeline:
                     case Recompute():
                         self._recompute(op)
                     case Backward():
-                        self._backward(op, splits)
+                        with self.last_pass(last.get(place, ())):
+                            self._backward(op, splits)
                     case Weight():
                         self._weight(op)
                     case Send():
@@ -107,6 +117,16 @@ class Pipeline:
             self._here.clear()
             for stage in self.stages.values():
                 stage.clear()
+
+    def _find_last_additions(self, actions: tuple[Action, ...]) -> dict[int, list[nn.Parameter]]:
+        """Return the parameters to whose gradients each operation adds for the last time.
+
+        The keys of the result are positions in the program of ``actions``.
+        """
+        return last_additions(
+            [op.stage if isinstance(op, Backward) else None for op in self._program(actions)],
+            lambda number: self.stages[number].parameters(),
+        )
 
     # Passes
 

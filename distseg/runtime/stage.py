@@ -8,13 +8,13 @@ the inputs, which are sent back to the stages that the inputs came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distseg.runtime.partition import Edge
 from distseg.runtime.swap_layers import TiledModel
@@ -174,6 +174,13 @@ class Stage:
         if self.head:
             return {LOSS: self.head.rows(unit, xs)}
         return {edge.map: [had[edge.map] for had in maps] for edge in self.outgoing}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the stage; a parameter of several layers comes several times."""
+        if self.layers is None:
+            yield from self.model.parameters()
+        for number in self.layers or ():
+            yield from self.model.layers[number].parameters()
 
     def clear(self) -> None:
         """Forget micro-batches whose backward pass did not run because of an error."""

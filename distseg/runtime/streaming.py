@@ -33,7 +33,7 @@ from functools import cache
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distseg.comm.collective import Alone
 from distseg.comm.launch import GapTrimmer
@@ -42,6 +42,7 @@ from distseg.layers.layer_table import cropped, run
 from distseg.layers.norm import Pending
 from distseg.models.layers import skip_store
 from distseg.runtime.kept_graphs import Weighed, keeping, keeping_all
+from distseg.runtime.last_additions import LastPass, last_additions
 from distseg.runtime.offload import Map, VectorMap, require_scratch_space
 from distseg.runtime.operations import (
     ApplyStatisticsGrad,
@@ -148,6 +149,8 @@ class StreamingExecutor:
         watch: called after each tile with the fraction of the tiles that are done.
         span: makes the tracing context of an operation from its kind and name
             (:mod:`distseg.runtime.spans`).
+        last_pass: makes the context of the operation that adds to the gradients of some parameters
+            for the last time in a step.
     """
 
     def __init__(
@@ -178,6 +181,7 @@ class StreamingExecutor:
         self.comm, self.transfers = comm, Transfers(comm)
         self.watch: Callable[[float], None] = lambda share: None
         self.span: Callable[[str, str], AbstractContextManager] = lambda kind, name: nullcontext()
+        self.last_pass: LastPass = lambda parameters: nullcontext()
         self._plans: dict[tuple, StagePlan] = {}
         self._stored: dict[tuple, int] = {}
 
@@ -363,19 +367,21 @@ class StreamingExecutor:
         runs = [MicroBatchRun(self, plan, blocks) for plan, blocks in zip(plans, micro_batches)]
         tiles, done = sum(isinstance(op, TileOperation) for op in operations), 0
         trimmers: dict[tuple, GapTrimmer] = {}
-        for op in operations:
+        last = self._last_additions(operations, plans)
+        for place, op in enumerate(operations):
             if (
                 isinstance(op, TileOperation)
                 and self.trims
                 and (kind := (type(op), op.segment)) not in trimmers
             ):
                 trimmers[kind] = GapTrimmer()
-            if isinstance(op, Loss):
-                find_loss_grad()
-            elif isinstance(op, OutputTile):
-                yield from ((op, y) for y in runs[op.micro_batch].output(op))
-            else:
-                runs[op.micro_batch].do(op)
+            with self.last_pass(last.get(place, ())):
+                if isinstance(op, Loss):
+                    find_loss_grad()
+                elif isinstance(op, OutputTile):
+                    yield from ((op, y) for y in runs[op.micro_batch].output(op))
+                else:
+                    runs[op.micro_batch].do(op)
             if isinstance(op, TileOperation):
                 if self.trims:
                     trimmers[kind].after_tile(sum(started.in_memory for started in runs))
@@ -383,6 +389,29 @@ class StreamingExecutor:
                 self.watch(done / tiles)
         for started in runs:
             started.close()
+
+    def _last_additions(
+        self, operations: Sequence[Operation], plans: Sequence[StagePlan]
+    ) -> dict[int, list[nn.Parameter]]:
+        """Return the parameters to whose gradients each operation adds for the last time.
+
+        The keys of the result are positions in ``operations``.
+        """
+
+        def parameters_of(segment: tuple[int, int]) -> Iterator[nn.Parameter]:
+            micro_batch, number = segment
+            for layer in plans[micro_batch].segments[number].nodes:
+                yield from self.model.layers[layer].parameters()
+
+        return last_additions(
+            [
+                (op.micro_batch, op.segment)
+                if isinstance(op, BackwardTile) or isinstance(op, OutputTile) and op.back
+                else None
+                for op in operations
+            ],
+            parameters_of,
+        )
 
 
 def windows(operations: Sequence[Operation], plan: StagePlan) -> Iterator[Box]:

@@ -575,21 +575,29 @@ class DistributedModel(nn.Module):
     # Gradients: autograd adds up this rank's part. The sum of all parts over the replicas is then
     # added to the gradients of earlier calls.
 
-    def _begin(self) -> None:
+    def _begin(self, factor: float = 1.0) -> None:
         """Move the gradients of earlier backward passes out of ``grad``, and empty ``grad``.
 
         So ``grad`` gets only this rank's part from the backward pass that begins now.
         :meth:`_finish` adds the earlier gradients again.
+
+        Args:
+            factor: factor of the gradients of this backward pass.
         """
-        gradients, self._carried = self.engine.gradients, {}
+        gradients, self._carried, self._factor = self.engine.gradients, {}, factor
         late = self._taken_local()
         for number, p in enumerate(self.engine.parameters):
             if p.grad is not None:
                 carried = p.grad.clone()
                 self._carried[number] = carried - late[number] if number in late else carried
-        self._late = late
+        self._late = {self.engine.parameters[number]: part for number, part in late.items()}
         self._probes = self._used not in self._unused
-        gradients.detach() if self._probes else gradients.zero()
+        if self._probes:
+            gradients.detach()
+            return
+        gradients.zero()
+        if self._syncs:
+            self.engine.sums.begin(self._complete)
 
     def _taken_local(self) -> dict[int, Tensor]:
         """Return and forget this rank's gradient parts that :meth:`no_sync` left unsummed.
@@ -630,8 +638,21 @@ class DistributedModel(nn.Module):
         now = self.engine.parameters[number].grad
         return now is gradient and now._version == version
 
+    def _complete(self, gradients: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """Multiply gradients of a backward pass by its factor, and add the parts from :meth:`no_sync` blocks.
+
+        Args:
+            gradients: the gradients of ``parameters`` in one tensor.
+            parameters: the parameters.
+        """
+        if self._factor != 1:
+            gradients.mul_(self._factor)
+        for p in parameters:
+            if p in self._late:
+                p.grad.add_(self._late[p])
+
     @torch.no_grad()
-    def _finish(self, factor: float = 1.0, scaled: bool = False) -> None:
+    def _finish(self, scaled: bool = False) -> None:
         """End a backward pass: sum its gradients over the replicas, then add earlier gradients.
 
         The sum includes this rank's parts from passes in a :meth:`no_sync` block. The earlier
@@ -639,7 +660,6 @@ class DistributedModel(nn.Module):
         is summed. All ranks must call the method together.
 
         Args:
-            factor: factor of the gradients of this backward pass.
             scaled: True if the backward pass began with a scale, as that of a GradScaler.
         """
         engine, parameters = self.engine, self.engine.parameters
@@ -655,21 +675,24 @@ class DistributedModel(nn.Module):
             self._unused[self._used] = sorted(set.intersection(*map(set, of_all)))
             engine.gradients.take_in()
         engine.gradients.finish()
-        if factor != 1:
-            engine.gradients.multiply(factor)
-        self._add(self._late)
         if self._syncs:
+            if self._probes:
+                engine.sums.begin(self._complete)
             engine.sum_gradients()
+        else:
+            for part, members in zip(engine.gradients.parts, engine.gradients.members):
+                self._complete(part, members)
         parts = {}
         if not self._syncs and self.mesh.replicas.size > 1:
             parts = {number: p.grad.clone() for number, p in enumerate(parameters)}
-        self._add(self._carried)
+        for number, gradient in self._carried.items():
+            parameters[number].grad.add_(gradient)
         if scaled and self.mesh.pipeline.size > 1 and not self._all_finite():
             # A GradScaler skips a step whose gradients are not finite. All stages must skip it.
             for p in parameters:
                 p.grad.fill_(torch.nan)
         for number in self._unused[self._used]:
-            if number not in self._carried and number not in self._late:
+            if number not in self._carried and parameters[number] not in self._late:
                 parameters[number].grad = None
                 parts.pop(number, None)
         self._local = {
@@ -685,10 +708,6 @@ class DistributedModel(nn.Module):
         """
         finite = all(bool(p.grad.isfinite().all()) for p in self.engine.parameters)
         return self.engine.over_stages(float(not finite)) == 0
-
-    def _add(self, gradients: dict[int, Tensor]) -> None:
-        for number, gradient in gradients.items():
-            self.engine.parameters[number].grad.add_(gradient)
 
     # The eager form
 
@@ -782,12 +801,18 @@ class DistributedModel(nn.Module):
     def _begin_once(self) -> None:
         if not self._in_backward:
             self._in_backward = True
-            self._begin()
+            # The user may add terms of the parameters, such as weight decay. Every rank computes
+            # them whole, so the sum over ranks has them once for each rank. The scale divides the
+            # sum by the number of ranks, and _LossOfAllTiles makes up for this division.
+            self._begin(1.0 / self.mesh.replicas.size)
+            self._last_pass = self.engine.sums.last_pass(self.engine.parameters)
+            self._last_pass.__enter__()
             Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
-        self._finish(1.0 / self.mesh.replicas.size)
+        self._last_pass.__exit__(None, None, None)
+        self._finish()
         self.engine.model.commit_statistics(unbiased=True)
 
     # Prediction
@@ -901,9 +926,7 @@ class _LossOfAllTiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factor: Tensor):
         ctx.model._begin_once()
-        # The user may add terms of the parameters, such as weight decay. Every rank computes them
-        # whole, so the sum over ranks has them once for each rank. _end_of_backward divides the sum
-        # by the number of ranks; the factor here makes up for this division.
+        # The number of ranks makes up for the scale that _begin_once sets.
         return ctx.loss_grad * factor * ctx.model.mesh.replicas.size, None, None, None
 
 

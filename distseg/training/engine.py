@@ -18,6 +18,7 @@ from torch import nn
 from distseg.comm.alone import Alone
 from distseg.comm.collective import add
 from distseg.comm.consistency import assert_consistent
+from distseg.comm.gradient_sums import GradientSums
 from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly, ranks_on_node
 from distseg.comm.mesh import Mesh
 from distseg.comm.progress import heartbeat
@@ -176,6 +177,7 @@ class Engine(ParameterUpdate):
             self.loss_scale = LossScale()
         halved = config.approximate.gradients == "fp16"
         super().__init__(mesh, config.optim, config.mesh.reducer, halved, model, self.device)
+        self.sums = GradientSums(self.gradients, self.reducer, mesh)
         budget = (
             self._budget(config.streaming.memory)
             if activations and config.streaming.memory is not None
@@ -214,11 +216,13 @@ class Engine(ParameterUpdate):
         self.pipeline = Pipeline(
             partition, stages, mesh.pipeline, self.device, config.pipeline.recompute
         )
+        self.pipeline.last_pass = self.sums.last_pass
         if config.pipeline.placement == "devices":
             runner = DeviceRunner(
                 DevicePipeline(partition, stages, self.devices, config.pipeline.recompute)
             )
         elif self._executor:
+            self._executor.last_pass = self.sums.last_pass
             runner = StreamingRunner(
                 self._executor,
                 head,
@@ -396,6 +400,7 @@ class Engine(ParameterUpdate):
         """
         scale = self.loss_scale.value if self.loss_scale else 1.0
         self.gradients.zero()
+        self.sums.begin()
         loss = self.accumulate(micro_batches, scale)
         self.gradients.finish()
         self.sum_gradients()
@@ -408,6 +413,9 @@ class Engine(ParameterUpdate):
     ) -> float:
         """Add this rank's part of the gradient to the parameters' ``grad``, and return the loss.
 
+        The sums of the gradients over the replicas start meanwhile if ``self.sums.begin`` was
+        called.
+
         The returned loss is 0 on ranks without the last stage.
 
         Args:
@@ -418,13 +426,17 @@ class Engine(ParameterUpdate):
         if self.gradient_step.head:
             self.gradient_step.head.scale = scale
         prepared = self.to_blocks if self.streaming else self.to_device
-        with self.mesh.waits.putting_off():
+        waits = self.mesh.waits
+        with waits.moving(self.sums.advance), waits.putting_off():
             return self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over all replicas. All ranks must call it together."""
+        """Complete the sums of the gradients over all replicas.
+
+        All ranks must call it together, after ``self.sums.begin``.
+        """
         heartbeat("sum of the gradients")
-        self.reducer.sum(self.gradients.buckets)
+        self.sums.finish()
 
     def watch_step(self, watch: Callable[[float], None]) -> None:
         """Call ``watch`` with the finished share of a step, from 0 to 1, while tiles are streamed.

@@ -1,7 +1,9 @@
 """Lists the messages of all ranks of a job in its first steps, and proves their order.
 
 The lists follow :mod:`distseg.training.step`, in which a step begins with the loss gradient, runs
-the passes and ends with the sums of gradients. No message is sent.
+the passes and ends with the sums of gradients. These sums start while the passes still run
+(:mod:`distseg.comm.gradient_sums`). They are listed where a rank waits for them, because their tags
+belong to no other messages. No message is sent.
 
 Messages have names, by which errors tell them apart. Arguments ``prefix`` are the beginning of such
 a name: ``step 1, `` in the second step, and empty in the first.

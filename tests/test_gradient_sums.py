@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from mpirunner.transport import NAME as TRANSPORT
 from test_exact import TOLERANCE, config
 from torch import nn
 
+import distseg
 from distseg.comm import reducer
 from distseg.comm.alone import Alone
 from distseg.comm.gradient_sums import GradientSums
@@ -208,17 +210,23 @@ def config_of(kind: str, settings: dict):
     return replace(found, model=model, optim=OptimConfig(rates={"frozen": 0}))
 
 
-def gradients_of(engine: Engine, images, early: bool) -> tuple[list[torch.Tensor], int]:
-    """Return a step's gradients on this rank, and the number of sums that started early."""
+def started_early(engine: Engine) -> list[int]:
+    """Return a list that grows by a number in each later step: the sums that start during its backward pass."""
     started = []
 
     def sum_gradients():
         started.append(len(engine.sums._versions))
         engine.sums.finish()
 
-    engine.sum_gradients, engine.reducer.early = sum_gradients, early
+    engine.sum_gradients = sum_gradients
+    return started
+
+
+def gradients_of(engine: Engine, images, early: bool) -> list[torch.Tensor]:
+    """Return a step's gradients on this rank."""
+    engine.reducer.early = early
     engine.backward(own_pieces(engine, images))
-    return [p.grad.clone() for p in engine.parameters], started[0]
+    return [p.grad.clone() for p in engine.parameters]
 
 
 def check(comm, kind: str, settings: dict) -> None:
@@ -234,17 +242,43 @@ def check(comm, kind: str, settings: dict) -> None:
     engine = Engine(
         prepared.config, mesh, as_network(prepared.model), prepared.size, precision="fp64"
     )
-    images = prepared.images()
-    late, none = gradients_of(engine, images, False)
-    early, some = gradients_of(engine, images, True)
-    assert none == 0 and some > len(engine.gradients.buckets) / 2
+    images, started = prepared.images(), started_early(engine)
+    late, early = (gradients_of(engine, images, early) for early in (False, True))
     assert all(map(torch.equal, early, late))
+    assert started[0] == 0 and started[1] > len(engine.gradients.buckets) / 2
 
 
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("case", ["exchanged tiles", "streamed"])
 def test_early_sums_have_the_same_bits(comm, case):
     check(comm, TRANSPORT, CASES[2][case])
+
+
+@pytest.mark.parallel(2)
+def test_early_sums_of_a_loop_in_python(comm):
+    """Calls inside of no_sync start no sum; the next call sums their gradients too, and a scale changes no bit."""
+    mesh = distseg.init_mesh(samples=2, comm=comm)
+    model = distseg.distribute(Net(3, 3).double(), mesh, reducer=TRANSPORT)
+    criterion = distseg.PixelLoss(partial(F.cross_entropy, reduction="none"))
+    started = started_early(model.engine)
+    torch.manual_seed(comm.rank)
+    x = torch.randn(1, 3, 8, 8, dtype=torch.float64)
+    y = torch.randint(3, (1, 8, 8))
+
+    def gradients(early: bool) -> list[torch.Tensor]:
+        model.engine.reducer.early = early
+        model.zero_grad()
+        with model.no_sync():
+            model.backward(x, y, criterion)
+        model.backward(x, y, criterion, scale=0.3)
+        criterion(model(model.shard(x)), model.shard(y)).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    gradients(True)  # The first step finds out which parameters the loss does not reach.
+    started.clear()
+    late, early = gradients(False), gradients(True)
+    assert len(late) == len(early) == 8 and all(map(torch.equal, early, late))
+    assert len(started) == 4 and started[:2] == [0, 0] and min(started[2:]) > 0
 
 
 @pytest.mark.slow

@@ -451,6 +451,9 @@ def _process_set(mesh, device: str):
     for name, value in {
         **stall,
         "HOROVOD_CYCLE_TIME": _CYCLE[device],
+        # Each bucket is a sum of its own. So it has the same bits whichever buckets are summed in
+        # the same round, and is not copied into a buffer of Horovod.
+        "HOROVOD_FUSION_THRESHOLD": "0",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
     }.items():
         os.environ.setdefault(name, value)

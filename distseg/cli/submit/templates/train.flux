@@ -20,7 +20,7 @@ source @activate@
 
 export @environment@
 export OMP_NUM_THREADS=@cores@
-export HOROVOD_CYCLE_TIME=1     # ms between rounds of its background thread; there is work once a step
+export HOROVOD_CYCLE_TIME=1     # ms between the rounds in which its thread starts sums of gradients
 
 @entries@
 

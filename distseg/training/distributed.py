@@ -639,7 +639,7 @@ class DistributedModel(nn.Module):
         return now is gradient and now._version == version
 
     def _complete(self, gradients: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """Multiply gradients of a backward pass by its factor, and add the parts from :meth:`no_sync` blocks.
+        """Multiply gradients by their factor, and add the parts from :meth:`no_sync` blocks.
 
         Args:
             gradients: the gradients of ``parameters`` in one tensor.

@@ -186,7 +186,9 @@ def test_verify_names_a_repair_for_batch_norm_over_boxes_of_different_sizes(stor
     """The repairs that the message names, and frozen norms, which take no statistics, pass."""
     model = ModelConfig(depth=1, num_convs=1, base_channels=2, dropout=0.0, norm="batch")
     config = replace(config_of(store), model=model)
-    with pytest.raises(ValueError, match="a batch has 22x24, 22x25 pixels: set data.images to 1, "):
+    with pytest.raises(
+        ValueError, match="of a batch have 22x24, 22x25 pixels: set data.images to 1, "
+    ):
         verify(config, Alone())
     alone = replace(config, data=replace(config.data, images=1))
     no_context = replace(config, data=replace(config.data, context=0))

@@ -194,7 +194,7 @@ class StepPrograms:
         maps and messages. The result is None if tiles are streamed, or if the layers are not known.
 
         Args:
-            precision: the number type: fp64, fp32 or bf16.
+            precision: the number type: fp64, fp32, bf16 or fp16.
             kind: the kind of device whose kernels are modelled, cpu or cuda.
         """
         config, stages = self.config, self.stages

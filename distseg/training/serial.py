@@ -337,7 +337,8 @@ def _batches(model: nn.Module, images: list[Image], settings: StepSettings) -> l
             scope = " and spatial.norm_scope to group" if step else ""
             raise ValueError(
                 "the serial program cannot compute batch norm over images of different sizes, but "
-                f"a batch has {', '.join(map(str, sorted(sizes)))} pixels: set data.images to 1"
+                f"those of a batch have {', '.join(map(str, sorted(sizes)))} pixels: "
+                "set data.images to 1"
                 f"{scope}, or give all samples one size by data.crop, without data.context and at "
                 "most as large as the smallest image"
             )

@@ -289,7 +289,7 @@ class Segments:
 
     @property
     def block_rows(self) -> int:
-        """Rows of the tiles that each box decodes anew; 1 if there are none."""
+        """Rows of a tile, if each call of ``read`` decodes its tiles anew; otherwise 1."""
         return 1 if self._map is not None or self.kept else self._edges[1]
 
     @cached_property

@@ -30,14 +30,14 @@ class LabelMap:
 
     Attributes:
         size: (height, width).
-        read: a function that takes a slice of rows and returns their labels (rows, width), as they
-            are stored, and (rows, width) bool, False for pixels that belong to no object; None if
-            all pixels may belong to one.
+        read: a function that takes a slice of rows. It returns their labels as they are stored,
+            (rows, width), and a mask (rows, width) bool, False for pixels that belong to no object.
+            The mask is None if all pixels may belong to an object.
         name_of: a function from a label to the name of its class.
         skipped: labels whose pixels belong to no object, such as the label for no data.
         place: georeference of the map; None without one.
         least: objects of fewer pixels get no polygon.
-        block_rows: rows of the tiles or chunks of the file, each decoded as a whole.
+        block_rows: rows of a tile or chunk of the file, which is decoded as a whole.
         chosen: labels whose pixels belong to objects; None for all labels.
     """
 
@@ -71,7 +71,7 @@ class LabelMap:
                 yield self._strip(labels[part], None if inside is None else inside[part])
 
     def _band_rows(self) -> int:
-        """Return the number of rows to read at a time."""
+        """Return the number of rows to read at a time: rows of tiles, unless these are large."""
         width, block = self.size[1], self.block_rows
         least = max(1, _READ // width)
         if block * width > _MOST_READ:

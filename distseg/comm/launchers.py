@@ -159,6 +159,7 @@ def contradiction(
     Args:
         ranks: the size of MPI's communicator of all ranks.
         library: MPI's version string, for the message.
+        environment: the environment variables of the process.
     """
     launcher, process = found(environment)
     if launcher is None:

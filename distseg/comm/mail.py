@@ -172,6 +172,9 @@ class Mail:
         """Start to send a dense tensor, which must not change before :meth:`flush`.
 
         Args:
+            x: the tensor.
+            to: the receiving rank.
+            tag: the tag of the message.
             packed: True if ``x`` is a buffer from :meth:`buffer`.
         """
         self.send_all({to: x}, tag, packed)
@@ -225,6 +228,8 @@ class Mail:
 
         Args:
             size: length of the message in bytes.
+            source: the sending rank.
+            tag: the tag of the message.
             make: function that returns the received tensor, given the buffer. By default the
                 received tensor is the buffer.
         """

@@ -318,6 +318,7 @@ class VectorNorm(nn.modules.batchnorm._BatchNorm):
         parts: the number of values that the vector has for each channel, such as the number of
             cells of a grid (:class:`Mean`). The values of a channel share their statistics. 0 if
             this number depends on the image's size, as for the means of all rows.
+        args, kwargs: further arguments of ``nn.BatchNorm1d``.
     """
 
     def __init__(self, channels: int, *args, parts: int = 1, **kwargs):
@@ -339,6 +340,7 @@ class FramesNorm(nn.modules.batchnorm._BatchNorm):
     Args:
         channels: C, the number of channels of a frame. They are adjacent.
         frames: the number of frames of each image.
+        args, kwargs: further arguments of ``nn.BatchNorm2d``.
     """
 
     def __init__(self, channels: int, *args, frames: int, **kwargs):

@@ -121,6 +121,8 @@ class PatchUNet(PatchNetwork):
     def correction(self, features: Tensor, size: Sequence[int]) -> Tensor:
         """Return the head's output for each patch, (N, patches, s, *cells).
 
+        ``cells`` is the size of a patch's coarse feature map, and s its number of channels.
+
         Args:
             features: the coarse features of all patches, (N, patches, s * cells).
             size: the size of the images in pixels.

@@ -107,7 +107,7 @@ class StreamedMessages:
         return [*found, Wait(tuple(run.sent))]
 
     def _strips(self, programs: Sequence[Program]) -> dict[_Map, list[int]]:
-        """Return, for each map that travels, the end of each of its strips in order."""
+        """Return, for each map that travels, the row at which each of its strips ends, in order."""
         found: dict[_Map, list[int]] = {}
         for sender, program in enumerate(programs):
             for op in program:
@@ -137,7 +137,7 @@ class _Run:
 
     Args:
         of: the rank whose messages these are.
-        strips: for each map that travels, the end of each of its strips in order.
+        strips: for each map that travels, the row at which each of its strips ends, in order.
         prefix, loss: as in :meth:`StreamedMessages.steps`.
     """
 

@@ -118,7 +118,12 @@ def _coco(path: Path) -> Coco | None:
 
 @lru_cache(maxsize=1)
 def _read_coco(path: Path, size: int, changed: int) -> Coco | None:
-    """Return the content of a file (:func:`_coco`); ``size`` and ``changed`` are for the cache."""
+    """Return the content of a file (:func:`_coco`), from the cache if the file has not changed.
+
+    Args:
+        path: the file.
+        size, changed: its size and time of change, by which the cache knows the file.
+    """
     try:
         content = path.read_bytes()
         if _is_plainly_other(content):

@@ -118,7 +118,9 @@ def _part(reader: Reader, x: Value, index: tuple) -> Value:
     """Return the channels of ``x`` that an index selects, at all positions.
 
     Args:
-        index: a slice for each dim of the user's tensor, full slices for images and positions.
+        reader: the reader of the trace.
+        x: the value.
+        index: for each dim of the user's tensor a slice, which is ``:`` for images and positions.
     """
     cells = [
         axis if not axis.of_channels else axis._replace(cell=len(range(axis.cell)[i]))

@@ -371,16 +371,17 @@ def _check_counts(**options: object) -> None:
 
 
 def _check_module(module: nn.Module) -> None:
-    """Refuse what is no module, and a batch norm or dropout that the user set to evaluation mode.
+    """Refuse an object that is no module, and batch norms and dropouts that the user froze.
 
-    Training calls ``module.train()``, which would set the layer back to training mode. A layer that
-    stays in evaluation mode, because the module's own ``train()`` keeps it there, is accepted. The
-    check itself calls ``module.train()``. If the module is in evaluation mode, its layers are not
+    Such a layer is in evaluation mode, although the module is in training mode. Training calls
+    ``module.train()``, which would set the layer back to training mode. A layer that stays in
+    evaluation mode, because the module's own ``train()`` keeps it there, is accepted. The check
+    itself calls ``module.train()``. If the module is in evaluation mode, its layers are not
     checked.
 
     Raises:
-        ValueError: ``module`` is not a module, or the message names the layer and the code that
-            keeps it in evaluation mode.
+        ValueError: ``module`` is not a module, or the message names the layer and says how to keep
+            it in evaluation mode.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(

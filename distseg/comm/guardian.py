@@ -474,6 +474,12 @@ class Guardian:
             lines.connection.close()
 
     def _hear(self, number: int, message: list[dict] | None) -> None:
+        """Take the messages of another rank's guardian.
+
+        Args:
+            number: the number of that rank.
+            message: the messages that have arrived; None if the connection is broken.
+        """
         member = self.members[number]
         if message is None:
             del self.guests[number]
@@ -559,6 +565,7 @@ class Guardian:
     # what is decided
 
     def _message(self) -> dict:
+        """Return what this guardian tells the guardians of ranks 0 and 1 about its rank."""
         return {
             "rank": self.number,
             "still": self.rank.still,
@@ -570,6 +577,11 @@ class Guardian:
         }
 
     def _tick(self, seconds: float) -> None:
+        """Look at the rank, report on it, and end the job if it hangs.
+
+        Args:
+            seconds: the time since the last call.
+        """
         if not self.rank.is_there():
             self._leave() if self.rank.has_left else os._exit(0)
         self.rank.tick(seconds)

@@ -70,6 +70,7 @@ class Gradients:
                 self._make_bucket(group)
 
     def _make_bucket(self, group: list[nn.Parameter]) -> None:
+        """Make a bucket for a group of parameters, with the gradients as views of it."""
         first = group[0]
         bucket = torch.zeros(sum(p.numel() for p in group), dtype=first.dtype, device=first.device)
         offset = 0

@@ -71,6 +71,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def _named(names: Sequence[str]) -> list[torch.device]:
+    """Return the devices with these names; refuse names other than cpu, cuda and cuda:N."""
     found = []
     for name in names:
         try:
@@ -184,6 +185,7 @@ class DevicePipeline:
             self._numbers.clear()
 
     def _gpipe(self, micro_batches: int) -> nn.Module:
+        """Return torchgpipe's pipeline for steps of this number of micro-batches."""
         from torchgpipe import GPipe
 
         if micro_batches not in self._gpipes:
@@ -298,6 +300,7 @@ def _handed_on(edges: Sequence[Edge]) -> Edge | None:
 
 
 def _check_alike(units: Sequence[MicroBatch]) -> None:
+    """Refuse micro-batches of several tiles, or with different sizes or numbers of images."""
     sizes = {(len(p.place.images), p.place.window.size) for unit in units for p in unit.pieces}
     if len(sizes) > 1 or len(units[0].pieces) > 1:
         found = sorted(f"{images} x {'x'.join(map(str, size))}" for images, size in sizes)

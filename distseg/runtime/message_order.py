@@ -196,6 +196,7 @@ def _check_alike(one: Sequence[str], other: Sequence[str], text: str) -> None:
 
 
 def _check_batches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
+    """Refuse a step that starts more messages at once than the transport takes."""
     for rank, program in enumerate(programs):
         for step in program:
             if isinstance(step, Start) and rules.most and len(step.messages) > rules.most:

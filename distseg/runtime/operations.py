@@ -332,6 +332,7 @@ def _lines(operations: Iterable[Operation]) -> Iterator[str]:
 
 
 def _runs(operations: Iterable[Operation]) -> Iterator[list[Operation]]:
+    """Yield runs of consecutive operations that differ only in the tile."""
     run: list[Operation] = []
     for operation in operations:
         if run and not _alike(run[0], operation):
@@ -343,6 +344,8 @@ def _runs(operations: Iterable[Operation]) -> Iterator[list[Operation]]:
 
 
 def _alike(one: Operation, other: Operation) -> bool:
+    """True if two operations are the same pass of a segment on different tiles."""
+
     def key(o):
         return (type(o), o.micro_batch, o.segment, o.block, isinstance(o, KeptTile) and o.kept)
 

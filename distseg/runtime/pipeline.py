@@ -192,6 +192,14 @@ class Pipeline:
         return 3 * self._numbers[edge] + 2
 
     def _hand(self, op: Send, unit: MicroBatch) -> None:
+        """Send the tensors of an operation, if another rank has the receiving stage.
+
+        Before the first tensors of a shape, the list of their forms (:class:`Form`) is sent.
+
+        Args:
+            op: the send operation.
+            unit: the micro-batch.
+        """
         peer = self.partition.placement[op.receiver]
         if peer == self.comm.rank:
             return  # The tensors stay on this rank.
@@ -204,6 +212,7 @@ class Pipeline:
             self.mail.send(form.fit(x), peer, self._tag(op))
 
     def _receive(self, op: Recv, unit: MicroBatch) -> None:
+        """Wait for the tensors of a receive operation, and keep them until they are used."""
         key = op.edge, op.micro_batch, op.back
         if key in self._here:
             return

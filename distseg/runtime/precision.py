@@ -40,12 +40,12 @@ def fast_bf16(device: torch.device) -> bool:
 
 
 def emulation(precision: str, device: torch.device) -> str | None:
-    """Return a warning if the device emulates bf16, else None.
+    """Return a warning if the precision is bf16 and the device emulates it, else None.
 
-    ``torch.cuda.is_bf16_supported()`` is no test, because PyTorch counts emulation as support.
+    ``torch.cuda.is_bf16_supported()`` cannot tell, because PyTorch counts emulation as support.
 
     Args:
-        precision: fp64, fp32 or bf16.
+        precision: fp64, fp32, bf16 or fp16.
         device: the device of this rank.
     """
     if precision != "bf16" or fast_bf16(device):

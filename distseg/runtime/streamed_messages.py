@@ -212,6 +212,7 @@ class _Run:
     # Receives
 
     def _receive(self, op: RecvRows | RecvGradRows, source: int) -> Iterator[Step]:
+        """Yield the step that starts to receive a map, for each tile batch."""
         for block in range(self._plan(op).blocks):
             way = _Map(
                 op.micro_batch,
@@ -258,6 +259,7 @@ class _Run:
         )
 
     def _tile(self, op: TileOperation) -> Iterator[Step]:
+        """Yield the steps of a tile's pass: waits for the rows that it reads, then the pass."""
         plan = self._plan(op)
         if isinstance(op, BackwardTile):
             stop = plan.stop(op.segment)

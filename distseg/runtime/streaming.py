@@ -741,6 +741,13 @@ class MicroBatchRun:
         return there[segment.result][0], leaves
 
     def _read(self, tensor_id: int, i: int, window: Box) -> Tensor:
+        """Return the part ``window`` of a feature map or of the image.
+
+        Args:
+            tensor_id: the number of the map; 0 is the image.
+            i: the index of the tile batch.
+            window: the box to read.
+        """
         if tensor_id == 0:
             with self.span("read", "pixels"):
                 return self.blocks[i].pixels(window)
@@ -867,6 +874,15 @@ class MicroBatchRun:
     def _with_statistics_grad(
         self, tensor_id: int, i: int, box: Box, g: Tensor, y: Tensor
     ) -> Tensor:
+        """Add the gradient by the statistics of norms to the gradient ``g`` of a map's cells.
+
+        Args:
+            tensor_id: the number of the map that the norms read.
+            i: the index of the tile batch.
+            box: the box of the cells.
+            g: the gradient of the cells so far.
+            y: the cells.
+        """
         own = self._at(tensor_id, i, box)
         for number in self._norms_of(tensor_id):
             g = self.norms[number].with_statistics_grad(
@@ -1009,6 +1025,14 @@ class MicroBatchRun:
             maps.pop((i, tensor_id)).close()
 
     def _map(self, maps: dict, i: int, tensor_id: int, like: Tensor) -> Map:
+        """Return the store of a feature map, or of its gradient; make it at the first call.
+
+        Args:
+            maps: the stores, of maps or of gradients.
+            i: the index of the tile batch.
+            tensor_id: the number of the map.
+            like: a tensor with the channels, dtype and device of the map.
+        """
         if (i, tensor_id) not in maps:
             maps[i, tensor_id] = self._made(
                 self.grid.stored_box(i, tensor_id),

@@ -536,6 +536,13 @@ class _Fronts:
         )
 
     def _is_made(self, tensor_id: int, block: int, rows: Span) -> bool:
+        """True if the rows of a map that a row of tiles reads are made, or come from elsewhere.
+
+        Args:
+            tensor_id: the number of the map.
+            block: the index of the tile batch.
+            rows: the rows (first, after the last).
+        """
         maker = self.plan.made.get(tensor_id)
         if maker not in self.bands or self.is_done(maker):
             return True
@@ -572,6 +579,13 @@ class _Fronts:
         )
 
     def _reads_from(self, segment: int, tensor_id: int, block: int) -> float:
+        """Return the first row of a map that a segment still reads; infinity if it reads no more.
+
+        Args:
+            segment: the number of the segment.
+            tensor_id: the number of the map.
+            block: the index of the tile batch.
+        """
         bands, at = self.bands[segment], self._at[segment]
         while at < len(bands) and bands[at].block < block:
             at += 1

@@ -467,6 +467,7 @@ class DistributedModel(nn.Module):
                 )
 
     def _check(self, images: Arrays | Stacked) -> None:
+        """Refuse images of a size for which the network or the grid of tiles is not exact."""
         for size, those in images.by_size(range(len(images))):
             key = size, len(those)
             if key in self._checked:
@@ -869,6 +870,7 @@ class DistributedModel(nn.Module):
         yield from self._tiles_of(arrays, 0)
 
     def _tiles_of(self, arrays: Arrays | Stacked, number: int):
+        """Yield (tile, logits) for an image, given by its index in ``arrays``."""
         predictor = self._predictors()
         size = arrays.size(number)
         with raise_jointly(self.mesh.world):

@@ -255,6 +255,12 @@ class Engine(ParameterUpdate):
         )
 
     def _streaming(self, activations: Activations, budget: float | None) -> StreamingExecutor:
+        """Return the executor of streamed tiles.
+
+        Args:
+            activations: the memory model of feature maps.
+            budget: as for :func:`make_streaming_executor`.
+        """
         return make_streaming_executor(
             self.config.streaming,
             self.exchange,

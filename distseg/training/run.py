@@ -299,6 +299,7 @@ class Run:
         }
 
     def _load(self) -> None:
+        """Load weights and optimizer on the first replica, and send them to the others."""
         phase(f"loading {self.checkpoint.name if self.checkpoint else self.config.train.init}")
         with raise_jointly(self.world):
             if self.mesh.replicas.rank == 0 and self.init:

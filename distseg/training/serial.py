@@ -660,6 +660,7 @@ def _dice(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Ten
 
 
 def _dice_of(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
+    """Return the Dice loss of whole images, averaged over the classes."""
     z, y = _flat(config, logits, labels)
     p, t = (
         (z.sigmoid(), y.unsqueeze(1).to(z))

@@ -502,6 +502,12 @@ class StreamingRunner:
         return actions
 
     def _run(self, program: Sequence[Operation], given: StreamedStep) -> None:
+        """Run operations, and take what each tile of the last segment returns.
+
+        Args:
+            program: the operations.
+            given: the plans and the tile batches of the step.
+        """
         find_loss_grad = self.head.find_loss_grad_early if self.head else None
         with self.executor.transfers.moving():
             for op, output in self.executor.run(program, given.plans, given.blocks, find_loss_grad):

@@ -216,6 +216,7 @@ class _Kept:
         return self._messages.steps(program, self._units, prefix)
 
     def _inside(self, op: Action | Recompute) -> Iterator[Step]:
+        """Yield the steps inside a pass of a stage: exchanges of halos and collectives."""
         programs = self.of.programs
         name = f"{self._prefix}{op.verb} {op.micro_batch},{op.stage}"
         layers = programs.stages.ranges[op.stage] or range(len(self._passes.names))

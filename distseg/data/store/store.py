@@ -103,7 +103,7 @@ class Store:
     def decoded_bytes(self) -> int:
         """The most bytes of memory that decoded pixels of files take; 0 if there are no files.
 
-        Decoded images above a limit are in scratch files.
+        A decoded image of more than 16 MiB is in a scratch file, and does not count.
         """
         if not any(entry.source is not None for entry in self._images.values()):
             return 0

@@ -104,6 +104,11 @@ def read_index(folder: Path) -> dict | None:
 
 
 def _index_in(folder: Path) -> dict:
+    """Return the index of a run's checkpoints (:func:`read_index`).
+
+    Raises:
+        ValueError, OSError: there is none, or it is damaged.
+    """
     index = json.loads((folder / INDEX).read_text())
     if not (
         isinstance(index, dict)
@@ -424,6 +429,7 @@ def check_run(run: str | Path, note: Callable[[str], None] = lambda text: None) 
 
 
 def _check_index(run: Path) -> list[str]:
+    """Return a text for each error in the index of a run's checkpoints."""
     try:
         index = _index_in(run / FOLDER)
     except (ValueError, OSError) as e:
@@ -438,6 +444,7 @@ def _check_index(run: Path) -> list[str]:
 
 
 def _check_checkpoint(checkpoint: Path) -> list[str]:
+    """Return a text for each damaged file of a checkpoint."""
     findings = []
     for kind in KINDS:
         try:

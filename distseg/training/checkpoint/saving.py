@@ -194,6 +194,8 @@ class Checkpoints(SilentCheckpoints):
     # The writing thread.
 
     def _begin(self, work: Callable[[], None]) -> None:
+        """Run ``work`` in a thread; its error is kept for the next call of the main thread."""
+
         def run() -> None:
             try:
                 if self.aside:
@@ -209,6 +211,14 @@ class Checkpoints(SilentCheckpoints):
     def _write(
         self, partial: Path, final: Path, state: dict[str, dict[str, Tensor]], manifest: dict
     ) -> None:
+        """Write this stage's files. The first stage waits for the others and completes the folder.
+
+        Args:
+            partial: the folder in which the checkpoint is written.
+            final: the folder that it becomes.
+            state: the tensors of each kind, by their names.
+            manifest: the manifest.
+        """
         self._write_part(partial, state)
         if self.stages.rank > 0:
             return
@@ -246,6 +256,7 @@ class Checkpoints(SilentCheckpoints):
         self._written += written
 
     def _note(self, name: str, score: float | None) -> None:
+        """Name a new checkpoint in the index, and delete checkpoints that are no longer kept."""
         index = {"best": None, "best_score": None, **(read_index(self.folder) or {})}
         index["last"] = name
         # Without any score so far, the last checkpoint counts as the best.

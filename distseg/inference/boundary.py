@@ -93,12 +93,12 @@ def _at_another(labels: np.ndarray, known: np.ndarray, radius: int) -> np.ndarra
 
 
 def _extreme(values: np.ndarray, radius: int, larger: Callable, outside) -> np.ndarray:
-    """Return the extreme value within ``radius`` of each element, along all dims.
+    """Return the largest (or smallest) value within ``radius`` of each element, along all dims.
 
     Args:
         values: an array.
         radius: the largest distance; distances are taken along each dim.
-        larger: the NumPy function that returns the extreme of two arrays.
+        larger: ``np.maximum`` for the largest value, ``np.minimum`` for the smallest.
         outside: the value outside of the array.
     """
     wanted = 2 * radius + 1
@@ -163,10 +163,10 @@ def with_boundaries(scores: dict, counts: np.ndarray, names: Sequence[str]) -> d
 
 @dataclass
 class BoundaryCounter:
-    """Counter of one image, which is given the image's predicted tiles in any order.
+    """Counter of the boundary pixels of one image, whose predicted tiles come in any order.
 
-    The inner part of a tile is counted at once. Its frame is kept until the frames of the tiles
-    beside it are known.
+    The inner part of a tile is counted at once. Its outer pixels are counted at the end, because
+    they depend on the pixels of the tiles beside it.
 
     Args:
         size: the size of the image in pixels.

@@ -1,8 +1,8 @@
 """Evaluation on whole images: confusion matrix, scores of each image, and the validation loss.
 
 The loss is that of the serial program in evaluation mode on all images of the split as one step.
-Its partial sums are computed from the logits that the confusion matrix is computed from, so no
-second forward pass is needed.
+The same logits give the confusion matrix and the partial sums of the loss, so one forward pass
+suffices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Table of an evaluation with one row for each image, the worst image first."""
+"""Make the table of an evaluation: one row for each image, the worst image first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images to predict, from a store or from files, and the identity of their results."""
+"""Open images to predict, from a store or from files, and compute the identity of their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs of networks that return one vector for each whole image, and their scores."""
+"""Compute and score the outputs of networks that return one vector for each whole image."""
 
 from __future__ import annotations
 

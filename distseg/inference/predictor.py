@@ -1,4 +1,4 @@
-"""Prediction of whole images: compute an image tile by tile, in the memory of one tile, exactly.
+"""Predict whole images exactly, tile by tile, with the memory that one tile needs.
 
 It runs the executor of streamed tiles (:mod:`distseg.runtime.streaming`), forward only. If every
 norm is frozen, a tile depends on its own window alone, so each tile may go to any rank.
@@ -244,9 +244,9 @@ class Predictor:
             )
 
     def _check_norms(self, sizes: Sequence[tuple[int, ...]]) -> None:
-        """Refuse images for which an active norm of this rank's stages has one value a channel.
+        """Refuse images for which an active norm of this rank's stages gets one value per channel.
 
-        A variance needs two values.
+        The variance of a single value is not defined.
 
         Args:
             sizes: the size of each feature map of the image, by its tensor id in ``model.graph``.
@@ -648,7 +648,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of the work on several images: one image, and the indices of its tiles to compute.
+    """Share of a rank in the work on several images: one image and the tiles to compute of it.
 
     ``tiles`` is None if all tiles of the image are to be computed.
     """

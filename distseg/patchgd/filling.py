@@ -1,4 +1,4 @@
-"""Computes a network of patches without gradients, to fill Z and to predict whole images.
+"""Compute a network of patches without gradients, to fill Z and to predict whole images.
 
 Z are the features of all patches of an image. They are computed a few patches at a time. The
 network is :class:`distseg.patchgd.network.PatchNetwork`.
@@ -75,8 +75,8 @@ class Filler:
 
     Args:
         network: the network of patches. It is changed in place.
-        context: gives the ranks that share the statistics of the backbone's norms.
-        head_context: gives the ranks that share the statistics of the head's norms.
+        context: names the ranks that share the statistics of the backbone's norms.
+        head_context: names the ranks that share the statistics of the head's norms.
         device: the device to compute on.
         precision: fp32, bf16 (autocast) or fp64.
         channels_last: True for the channels_last memory format.
@@ -233,7 +233,7 @@ def _tiled_head(head: nn.Module, nowhere: ReceptiveField, context: Context) -> T
     Args:
         head: the head, a module of plain PyTorch.
         nowhere: a receptive field without halo, because a rank computes the head on all of Z.
-        context: gives the ranks that share the statistics of norms.
+        context: names the ranks that share the statistics of norms.
     """
     if not any(isinstance(layer, (*STATISTICAL, *DROPOUTS)) for layer in head.modules()):
         return None

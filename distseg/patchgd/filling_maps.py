@@ -1,4 +1,4 @@
-"""Computes a U-Net of patches without gradients, to fill Z and to predict class maps.
+"""Compute a U-Net of patches without gradients, to fill Z and to predict class maps.
 
 Z are the coarse features of all patches of an image. Class maps of whole images are predicted patch
 by patch. The network is :class:`distseg.patchgd.unet.PatchUNet`.

@@ -1,4 +1,4 @@
-"""Heat maps, which show the parts of a whole image that a network's output depends on most.
+"""Compute heat maps, which show the parts of an image that a network's output depends on most.
 
 The method is Grad-CAM (gradient-weighted class activation maps, Selvaraju et al., 2017). A is the
 feature map before the last pooling over the image. In a network of patches, A is the block Z, the
@@ -6,12 +6,12 @@ features of all patches. y is the logit of the likeliest class::
 
     heat = max(0, sum over channels c of A_c * mean over positions of dy/dA_c)
 
-The result is resized to the image, bilinearly. The backward pass of a pooling gives all cells the
-same gradient, so the mean is dy/d(pooled) except for a constant factor. The pooled values are
-therefore enough to compute it, and images need not fit into memory. The network up to the pooling
-computes the pooled values tile by tile. The same layers, followed by a layer that weighs the
-channels, are a network for segmentation, which :mod:`distseg.inference.predictor` also computes
-tile by tile.
+The result is resized to the image, bilinearly. Images need not fit into memory, because the heat is
+computed in two passes over the tiles of an image (:mod:`distseg.inference.predictor`):
+
+1. The network up to the pooling computes the pooled values. The backward pass of a pooling gives
+   all cells the same gradient, so the mean of dy/dA_c is dy/d(pooled) except for a constant factor.
+2. The layers up to A, followed by a layer that weighs the channels by this mean, compute the heat.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds a network of patches with the head that ``patchgd.head`` names."""
+"""Build a network of patches with the head that ``patchgd.head`` names."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def split_within(
 ) -> list[int] | None:
     """Return the split of :func:`fastest_split`, or None if no split fits.
 
-    If the split without ``fits`` fits too, it is also the split with ``fits``.
+    If the fastest split of all fits, it is the one returned.
 
     Args:
         seconds: (n + 1, n + 1) or (S, n + 1, n + 1), as in :func:`fastest_split`.
@@ -84,7 +84,7 @@ def split_within(
 
 
 def _possible(layers: int) -> np.ndarray:
-    """Return a table that is True in [b, a] if a < b."""
+    """Return a table (layers + 1, layers + 1) that is True in entry [b, a] if a < b."""
     return np.tri(layers + 1, k=-1, dtype=bool)
 
 
@@ -92,8 +92,8 @@ def _cheapest(costs: Sequence[np.ndarray], combine: Callable) -> tuple[float, li
     """Return the least combined cost of any split, and the number of layers per stage in it.
 
     Args:
-        costs: for each stage, (n + 1, n + 1), the cost of layers a..b-1 in entry [b, a], where
-            NumPy finds the best a soonest; infinite if not allowed.
+        costs: for each stage, (n + 1, n + 1), the cost of layers a..b-1 in entry [b, a]; infinite
+            if the stage cannot have these layers. NumPy finds the best a fastest in this order.
         combine: the ufunc that combines the costs of stages, np.maximum or np.add.
     """
     best, starts = costs[0][:, 0], []

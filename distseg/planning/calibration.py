@@ -1,7 +1,7 @@
 """Measure the rates of a machine, for a profile that predicts the steps of any network on it.
 
-All ranks of the job measure at the same time, and the slowest one counts: they share the memory
-and the caches of a node, as they will in training.
+All ranks of the job measure at the same time, because they share the memory and the caches of a
+node in training too. The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def call_seconds(device: torch.device) -> float:
 
 
 def message_timings(world) -> tuple[Timing, ...]:
-    """Measure messages and sums of several sizes; one rank has none.
+    """Measure messages and sums of several sizes; return an empty tuple on a single rank.
 
     All ranks of ``world`` must call it together. In a message test each rank sends to the next one.
 
@@ -166,7 +166,7 @@ def _size(timing: Timing) -> float:
 
 
 def typical(rates: Rates, name: str, precision: str) -> float:
-    """Return the one rate that stands for a table: of ``arithmetic`` or ``traffic``.
+    """Return the rate that a profile gives as its single number ``arithmetic`` or ``traffic``.
 
     Raises:
         ValueError: no operation of this kind was measured.

@@ -1,4 +1,4 @@
-"""Describes the nodes of a job and the links that its messages share.
+"""Describe the nodes of a job and the links that its messages share.
 
 The ranks fill the nodes one after another. A rank sends and receives over its own link to the other
 ranks of its node. All ranks of a node share the node's network card, all nodes of a switch the

@@ -1,4 +1,4 @@
-"""Draws the layouts that the planner compares: their time against their memory."""
+"""Draw the layouts that the planner compares: their time against their memory."""
 
 from __future__ import annotations
 

@@ -381,7 +381,7 @@ class _Candidate:
 
 
 class _Found:
-    """Layouts that a search found, and those that it still wants.
+    """Layouts that a search has found so far.
 
     Attributes:
         by_family: for each family, (prediction, place of its layout), the fastest first.
@@ -395,7 +395,7 @@ class _Found:
         self._fastest = math.inf
 
     def wants(self, family: str, least: float) -> bool:
-        """Return False if a layout of ``family`` needs too long to be in the result, else True.
+        """Return False if a layout of ``family`` is too slow to be in the result, else True.
 
         ``least`` is a lower bound of the seconds that its step takes.
         """
@@ -432,13 +432,15 @@ def least_of_pipeline(
 ) -> float:
     """Return a lower bound of the seconds of a step, for every cut into stages.
 
-    Let stage s compute t_s seconds for each of m micro-batches. With gpipe and 1f1b the step takes
-    at least the largest m t_s + (t_0 + ... + t_{s-1}), because a micro-batch goes through the
-    stages before s at first, and another one goes back through them at last. For a given sum T of
-    all t_s, the largest one is least if all are equal: t_{s+1} = (1 - 1/m) t_s. It is then
-    T / (1 - (1 - 1/m)^S) for S stages. With zb-h1, where the last pass of a stage may compute
-    gradients of weights, and if a stage need not wait for the stage before it, the bound is
-    m T / S. The stage with the slowest layer computes this layer m times, which is another bound.
+    Let stage s compute t_s seconds for each of m micro-batches, forward and backward. With gpipe
+    and 1f1b, a step takes at least m t_s + (t_0 + ... + t_{s-1}) for each s: stage s waits for the
+    first micro-batch to pass the stages before it, and these compute the last backward passes after
+    stage s. For a given sum T of all t_s, the largest of these bounds is smallest if all are equal,
+    which means t_{s+1} = (1 - 1/m) t_s. It is then T / (1 - (1 - 1/m)^S) for S stages.
+
+    If stages need not wait in this way (``waits`` is False), the bound is m T / S. The stage with
+    the slowest layer computes this layer m times, which is another bound. The larger one is
+    returned.
 
     Args:
         layers: seconds of all layers for a micro-batch, forward and backward.
@@ -446,7 +448,8 @@ def least_of_pipeline(
         stages: number of stages.
         micro_batches: number of micro-batches.
         waits: True if a micro-batch goes through the stages one after another, forward and then
-            backward, and nothing is computed for it after that.
+            backward, and nothing is computed for it after that. It is False for zb-h1, where a
+            stage computes gradients of weights last, and for networks that are no chain of layers.
     """
     if waits:
         spread = layers / (1 - (1 - 1 / micro_batches) ** stages)
@@ -676,7 +679,7 @@ class Planner:
 
     @cached_property
     def _dims_alike(self) -> list[int]:
-        """For each dim, the first dim along which image and layers are the same."""
+        """For each dim, the first dim with the same image size, stride and layers."""
         dims, graph = range(len(self.work.image)), self.work.graph
         facts = [
             (self.work.image[dim], self.work.reach.stride[dim], [node.along(dim) for node in graph])
@@ -847,7 +850,11 @@ class Planner:
 
     @cached_property
     def _one_layer(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that a stage of one layer takes: lasting ones, and those of a backward pass."""
+        """Bytes that a stage of one layer takes, for each layer.
+
+        The first array is the bytes of weights, gradients and optimizer state. The second one is
+        the bytes of activations and of the backward pass.
+        """
         ranges, where = self.work.ranges, np.arange(len(self.work.costs.layers))
         lasting = ranges.lasting(self.work.copies)
         return lasting[where, where + 1], (ranges.full + ranges.working)[where, where + 1]

@@ -1,4 +1,4 @@
-"""Simulates tasks that compute or send bytes over shared links, event by event.
+"""Simulate tasks that compute or send bytes over shared links, event by event.
 
 A *task* begins when the tasks that it follows have ended. It first takes its seconds, such as a
 computation or the latency of a message. Then its bytes travel over all of its links at once. At
@@ -25,14 +25,14 @@ Link = Hashable
 
 
 class Task(NamedTuple):
-    """Something that takes time.
+    """Computation or message that is simulated.
 
     Attributes:
-        kind: what the time is for, such as ``computing``.
+        kind: the purpose of the task, such as ``computing``.
         after: the numbers of the tasks that must end before this one begins. They are smaller than
             the number of this task, which is its index in the list of tasks.
-        seconds: time before the bytes travel.
-        size: the number of bytes.
+        seconds: seconds of the computation, or the latency of the message.
+        size: the number of bytes of the message, which travel after ``seconds``.
         links: the links over which the bytes travel; empty for a computation.
         rank: the rank that computes; None for a message.
         joint: True if the task waits for these tasks in all copies of the simulated ranks

@@ -224,7 +224,9 @@ class Ranges:
     cast_bytes: int = 0
 
     def lasting(self, copies: int) -> np.ndarray:
-        """Return the bytes of weights, their copies, gradients and the optimizer.
+        """Return the bytes that a stage holds all the time: weights, gradients, optimizer state.
+
+        The copies of weights in another number type (``cast_bytes``) are included.
 
         Args:
             copies: values that the optimizer keeps per weight.
@@ -232,7 +234,7 @@ class Ranges:
         return ((2 + copies) * self.weight_bytes + self.cast_bytes) * self.parameters
 
     def load_at(self, held: frozenset[Held], apart: bool, where: tuple[int, int]) -> float:
-        """Return one entry of :attr:`load` without computing the others.
+        """Return one entry of the table that :attr:`load` returns, without computing the others.
 
         Args:
             held: what the stage may hold at once.
@@ -254,7 +256,10 @@ class Ranges:
         return reduce(np.maximum, self._loads(held, apart, ...))
 
     def _loads(self, held: frozenset[Held], apart: bool, where) -> Iterator[np.ndarray]:
-        """Yield the bytes of activations and of the backward pass at ``where``, for each moment."""
+        """Yield, for each of ``held``, the bytes of activations and of the backward pass.
+
+        ``where`` is the entry (a, b) of the tables, or ``...`` for whole tables.
+        """
         working = self.working_apart if apart else self.working
         tables = (self.full, self.inputs, self.received, self.sent, self.put_off, working)
         entries = [table[where] for table in tables]
@@ -383,7 +388,7 @@ def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
 
 
 def activation_peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
-    """Return the part of :func:`peaks` besides weights, gradients and optimizer."""
+    """Return :func:`peaks` without the bytes of weights, gradients and optimizer."""
     apart = splits(policy.schedule)
     return np.stack(
         [ranges.load(largest_holdings(stage, stages, policy), apart) for stage in range(stages)]

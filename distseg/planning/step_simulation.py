@@ -1,4 +1,4 @@
-"""Simulates a step on all ranks of a job, with shared links and random delays.
+"""Simulate a step on all ranks of a job, with shared links and random delays.
 
 The planner (:mod:`distseg.planning.mesh_search`) assumes that all tiles are as slow as the slowest
 one, and that nothing else uses the links of a message. Here each rank has its own work, and its
@@ -71,8 +71,8 @@ class SimulatedStep:
     Attributes:
         seconds: duration of the step without random delays.
         parts: seconds of the chain of tasks that determines the duration, by purpose.
-        busy: for each kind of link, the largest share of the step in which the bytes that one of
-            them carries would keep it busy.
+        busy: for each kind of link, the largest share of the step in which a link of this kind is
+            busy: its bytes divided by its bytes/s and by the seconds of the step.
         drawn: durations with random delays, the shortest first; empty without noise.
         simulated: the number of ranks that are simulated; all others are copies of them.
     """

@@ -1,4 +1,4 @@
-"""Lists the tasks of one optimizer step of all ranks of a job (distseg.planning.shared_links).
+"""List the tasks of an optimizer step of all ranks, for :mod:`distseg.planning.shared_links`.
 
 The tasks follow the operations that the ranks run (:mod:`distseg.runtime.stage_program`). A pass is
 cut where its layers exchange halos or statistics. Seconds and bytes are those of the planner
@@ -111,7 +111,7 @@ class StepTasks:
     Attributes:
         tasks: the tasks.
         simulated: the number of simulated ranks, the first ones of the job.
-        copies: the number of times that they fit into the job.
+        copies: the number of groups of ranks of this size in the job.
     """
 
     tasks: list[Task]
@@ -285,7 +285,7 @@ class _Group:
             self._flush(stage)
 
     def _backward(self, stage: int, op: Backward) -> None:
-        """List the backward pass of a stage, with the parts of the gradients that it completes."""
+        """Add the tasks of a stage's backward pass; note which gradients each one completes."""
         last = op.micro_batch == self.layout.micro_batches - 1
         parts, part, done = self.step.parts[stage], 0, 0.0
         for number in reversed(self.step.partition.ranges[stage]):
@@ -300,7 +300,7 @@ class _Group:
             done += layer.parameters * self.work.costs.weight_bytes
 
     def _put_off(self, number: int) -> float:
-        """Return the seconds of a layer's weight gradients, if they are a pass of their own."""
+        """Return the seconds of a layer's weight gradients if they are a separate pass, else 0."""
         layer = self.work.costs.layers[number]
         own_pass = splits(self.layout.schedule) and self.layout.stages > 1 and layer.puts_off
         return layer.backward / 2 if own_pass else 0.0
@@ -309,7 +309,7 @@ class _Group:
         self._seconds[stage] += self.tiles.shares[number] * seconds + self.machine.call
 
     def _flush(self, stage: int) -> None:
-        """List the computation of each tile up to here."""
+        """Add a task for the computation of each tile since its last message."""
         for tile, seconds in enumerate(self._seconds[stage]):
             if seconds:
                 after, rank = self._last[stage][tile], self._rank(stage, tile)
@@ -318,7 +318,13 @@ class _Group:
         self._seconds[stage][:] = 0.0
 
     def _messages(self, stage: int, number: int, back: bool) -> None:
-        """List the halo messages and the statistics of a layer; ``back`` for a backward pass."""
+        """Add the tasks of a layer's halo messages and of its norm's statistics, on all tiles.
+
+        Args:
+            stage: the stage of the layer.
+            number: the number of the layer in the network.
+            back: True for the messages of the backward pass.
+        """
         if messages := self.tiles.halos.get(number):
             self._flush(stage)
             incoming: dict[int, list[int]] = defaultdict(list)
@@ -348,7 +354,7 @@ class _Group:
             self._last[stage] = [(task,)] * len(ranks)
 
     def _send(self, stage: int, op: Send) -> None:
-        """List the messages of an edge, which travel while the rank goes on."""
+        """Add the messages of an edge between stages, which travel while the sender computes."""
         found, size = [], self.work.bytes_of(op.edge.map)
         other = self.step.partition.placement[op.receiver]
         for tile, last in enumerate(self._last[stage]):
@@ -362,7 +368,10 @@ class _Group:
         self._sent[op.edge, op.micro_batch, op.back] = found
 
     def _reading(self, rank: int, tile: int, stage: int) -> tuple[int, ...]:
-        """List the reading of the next step's images, which is done meanwhile."""
+        """Add a task that reads the next step's images during this step; return its number.
+
+        The tuple is empty if the rank reads no images, or if reading is not simulated.
+        """
         if stage or math.isinf(self.cluster.storage):
             return ()
         values = self.work.costs.sizes[0] / DTYPES[self.work.precision].itemsize

@@ -1,4 +1,4 @@
-"""Finds damaged data in a store, a run or a checkpoint."""
+"""Find damaged data in a store, a run or a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implementation of the subcommand evaluate: scores on screen, and a JSON and a CSV file."""
+"""Run ``distseg evaluate``: print the scores of a run, and write them as JSON and CSV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Export of a trained network for use without distseg: weights, and programs for other software.
+"""Export a trained network for use without distseg: weights, and programs for other software.
 
 Programs take raw pixel values as in image files, float32 (N, bands, *size), and normalise them.
 They return logits (N, classes, *size). They take any number of images, of any size that is a

@@ -42,7 +42,7 @@ _MOST_IMAGES = {(2, False): 8, (2, True): 16, (3, False): 4, (3, True): 4}  # (d
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The facts about a store from which settings are chosen.
+    """Facts about a store from which settings are chosen.
 
     Attributes:
         path: the path of the store.
@@ -89,7 +89,7 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Computer:
-    """The machine that will train.
+    """Machine that will train.
 
     Attributes:
         name: the device in words, such as ``2 CPU cores``.
@@ -118,7 +118,7 @@ class Computer:
 
 
 class Choice(NamedTuple):
-    """A setting that was chosen.
+    """Setting that was chosen.
 
     Attributes:
         setting: the name of the setting, such as ``optim.lr``.
@@ -132,7 +132,7 @@ class Choice(NamedTuple):
 
 
 class FirstConfig(NamedTuple):
-    """The chosen settings.
+    """Chosen settings of a first training.
 
     Attributes:
         choices: the settings in the order of the file.
@@ -227,9 +227,10 @@ def _power_of_two(number: int) -> int:
 
 
 def _samples_of_epoch(data: TrainingData, crop: Size | None) -> int:
-    """Return the number of samples of an epoch: all, but a least number of crops.
+    """Return the number of samples of an epoch; crops are at least ``_LEAST_CROPS``.
 
-    Crops lie at random places, so a few large images give more crops than they have room for.
+    Crops lie at random places. So a few large images give more different crops than fit side by
+    side.
     """
     return data.samples(crop) if crop is None else max(_LEAST_CROPS, data.samples(crop))
 

@@ -1,4 +1,4 @@
-"""Refuses values of a command's own flags, and paths to which no result can be written."""
+"""Refuse wrong values of a command's own flags, and paths to which no result can be written."""
 
 from __future__ import annotations
 

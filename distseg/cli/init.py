@@ -194,7 +194,7 @@ def _value(value) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text that may stand in a comment: a name of a class could hold a line break."""
+    """Return a text with ``?`` for line breaks and other characters that would end a comment."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

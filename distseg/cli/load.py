@@ -1,4 +1,4 @@
-"""Loads the network of a run or a checkpoint, and finds the store that fits it."""
+"""Load the network of a run or a checkpoint, and find the store that fits it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Console command ``distseg``: finds the file of a command in :mod:`distseg.cli.commands`."""
+"""Run the console command ``distseg``: find and call a command of :mod:`distseg.cli.commands`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes networks by parameters, layers, stride and halo."""
+"""Describe networks by parameters, layers, stride and halo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the words of a command line: a command's flags, its config file, and a run's settings.
+"""Read the words of a command line: a command's flags, its config file, and a run's settings.
 
 Every setting of a config is a flag. What comes later overrides what came before: the settings of a
 run, then the config file, then the flags.

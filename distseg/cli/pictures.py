@@ -1,4 +1,4 @@
-"""Pictures of evaluated images for the report of a run: image, truth, prediction and errors.
+"""Draw evaluated images for the report of a run: image, truth, prediction and errors.
 
 If each image has one label, the picture is the image with its true and its predicted label.
 

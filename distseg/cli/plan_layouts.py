@@ -75,7 +75,7 @@ _LIMITS = "reading images is not counted, and no message overlaps with computati
 
 
 class PlannedLayouts(NamedTuple):
-    """The result of :func:`plan_layouts`.
+    """Result of :func:`plan_layouts`.
 
     Attributes:
         facts: the layouts and what they were chosen for, as a dict that JSON can hold.
@@ -188,8 +188,8 @@ def plan_layouts(
 def simulated(planner: Planner, found: Prediction) -> dict:
     """Return the simulated step of a predicted layout, in types that JSON can hold.
 
-    The entries are the seconds of the step, the seconds of the tasks one after another that
-    determine it by purpose, and the number of simulated ranks, which stand for all.
+    The entries are the seconds of the step; by purpose, the seconds of the chain of tasks that
+    determines its duration; and the number of simulated ranks, which stand for all ranks.
     """
     cluster = Cluster(planner.machine, found.layout.ranks)
     step = simulate_step(planner.work, found.layout, found.balance, cluster)
@@ -501,7 +501,7 @@ class PlannedTraining:
 def memory_of_a_rank(world, device: torch.device) -> tuple[float, int]:
     """Return the bytes of memory that a rank has, and the number of ranks of a node.
 
-    A single rank is taken for one of as many as the cores suffice for.
+    If ``world`` has a single rank, the node is assumed to have as many ranks as its cores allow.
 
     Args:
         world: the communicator of the ranks, all of them on this node.
@@ -515,7 +515,7 @@ def memory_of_a_rank(world, device: torch.device) -> tuple[float, int]:
 
 
 class Choice(NamedTuple):
-    """A layout that was chosen.
+    """Layout that was chosen.
 
     Attributes:
         layout: the layout.
@@ -594,7 +594,7 @@ def _best(planner: Planner, ranks: int, sizes: Collection[tuple[int, ...]]) -> l
 
 
 def _by_time(search: tuple[Planner, list[Prediction]]) -> tuple[bool, float]:
-    """Return a key by which searches with a layout that fits come first, the fastest first."""
+    """Return a sort key: layouts that fit the memory limit come first, then the fastest."""
     planner, best = search
     return best[0].memory > planner.limit, best[0].seconds
 
@@ -602,7 +602,7 @@ def _by_time(search: tuple[Planner, list[Prediction]]) -> tuple[bool, float]:
 def _about_precision(
     searches: Sequence[tuple[Planner, list[Prediction]]], chosen: str
 ) -> list[str]:
-    """Return a text about the best layouts in other number types than the chosen one."""
+    """Return a line on the best layouts in other number types; an empty list if there are none."""
     others = [
         f"{duration(best[0].seconds)} in {planner.work.precision}"
         + ", which does not fit" * (best[0].memory > planner.limit)
@@ -639,7 +639,7 @@ def _streamed(training: PlannedTraining, planner: Planner, chosen: Choice) -> di
 
 
 def notes_on(work: Work, machine: Machine) -> list[str]:
-    """Return texts on what the rates of a machine do not cover of a step."""
+    """Return a note on each part of a step for which the machine has no measured rate."""
     found, precision = [], work.precision
     if precision != machine.precision and not machine.rates.has("convolution", precision):
         found.append(

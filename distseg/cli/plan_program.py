@@ -1,4 +1,4 @@
-"""Text of the operations that each rank of a pipeline runs in a step; no operation is run."""
+"""List the operations that each rank of a pipeline runs in a step, without running them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws loss curves of runs, and predictions over their images."""
+"""Draw loss curves of runs, and predictions over their images."""
 
 from __future__ import annotations
 

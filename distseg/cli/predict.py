@@ -1,4 +1,4 @@
-"""Prediction of class maps of whole images, written to files."""
+"""Run ``distseg predict``: write class maps of whole images to files."""
 
 from __future__ import annotations
 

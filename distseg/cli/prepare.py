@@ -1,4 +1,4 @@
-"""Packs images and masks into a store, as the flags of ``distseg prepare`` say."""
+"""Pack images and masks into a store, as the flags of ``distseg prepare`` say."""
 
 from __future__ import annotations
 

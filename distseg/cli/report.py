@@ -1,4 +1,4 @@
-"""Implementation of the subcommand report: gather what a run's folder has, for one HTML page."""
+"""Run ``distseg report``: gather the results in a run's folder for one HTML page."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run_report(
 
 
 class _Reported:
-    """A run, for whose page the files in its folder are gathered.
+    """Run whose files are gathered for its page.
 
     Args:
         run: the folder of a run or of a checkpoint.

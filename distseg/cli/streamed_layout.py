@@ -1,4 +1,4 @@
-"""Predicts the time of a step with streamed tiles from the operations that a rank will run."""
+"""Predict the time of a step with streamed tiles from the operations that a rank will run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def streamed_seconds(programs: StepPrograms, planner: Planner, layout: MeshLayou
 
 
 def _calls(program: Sequence, segments: Sequence) -> list[Sequence[int]]:
-    """Return the layers of each pass of a program. A backward pass without a graph has two."""
+    """Return the layers of each pass of a program.
+
+    A backward pass whose activations were not kept counts as two passes: forward and backward.
+    """
     found = []
     for op in program:
         if isinstance(op, (ForwardTile, OutputTile, BackwardTile)):

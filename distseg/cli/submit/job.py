@@ -1,4 +1,4 @@
-"""One job of a batch system, checked against the config's mesh and the site's nodes."""
+"""Describe a job of a batch system, and check it against the config's mesh and the site's nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of jsrun's resource sets (LSF with JSM, as on Summit), checked before a job is queued.
+"""Check the rules of jsrun's resource sets (LSF with JSM, as on Summit) before a job is queued.
 
 jsrun divides nodes into resource sets, each with its own cores and GPUs, and starts tasks in the
 sets::

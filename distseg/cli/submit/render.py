@@ -1,4 +1,4 @@
-"""Script of a job, made from the template of its batch system.
+"""Make the script of a job from the template of its batch system.
 
 A template is a script with placeholders such as ``@nodes@``. A line is left out if its placeholder
 has no value. If the placeholder has several values, the line is repeated for each value.

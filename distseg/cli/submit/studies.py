@@ -1,4 +1,4 @@
-"""Several trainings from one config: a sweep over settings, or a mesh that grows with the nodes."""
+"""Derive trainings from one config: a sweep over settings, or a mesh that grows with the nodes."""
 
 from __future__ import annotations
 

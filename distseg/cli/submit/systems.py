@@ -1,4 +1,4 @@
-"""Batch systems: how to submit a script, read the job's number and write a time limit."""
+"""Describe batch systems: how to submit a script, read the job's number, write a time limit."""
 
 from __future__ import annotations
 

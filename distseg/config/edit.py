@@ -1,4 +1,4 @@
-"""Changes settings in the text of a YAML config, and keeps its comments and its order.
+"""Change settings in the text of a YAML config, and keep its comments and its order.
 
 A value that is there is replaced in its place. A new field becomes the first one of its section,
 and a new section comes last::
@@ -73,9 +73,10 @@ def _entry(node: yaml.Node | None, key: str) -> yaml.Node | None:
 
 
 def _end(node: yaml.Node) -> int:
-    """Return the place in the text where a value ends.
+    """Return the index of the character in the text at which a value ends.
 
-    The mark of a list or a mapping in block style lies behind the comments that follow it.
+    PyYAML's end mark of a list or a mapping in block style lies behind the comments that follow it,
+    so the end of its last entry is taken instead.
     """
     if isinstance(node, yaml.ScalarNode) or node.flow_style:
         return node.end_mark.index

@@ -1,4 +1,4 @@
-"""Reads a YAML config file as a list of flags, without trusting the file.
+"""Read a YAML config file as a list of flags, without trusting the file.
 
 A file may come from an unknown source. So no tag in it may construct a Python object, no alias may
 expand to a tree of values, and its size and depth are limited. The result is a list of settings.

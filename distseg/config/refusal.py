@@ -1,4 +1,4 @@
-"""The error that refuses a setting, with a code by which users and tests find the refusal.
+"""Error that refuses a setting, with a code by which users and tests find the refusal.
 
 A code never changes its meaning; the wording of a message may. The first digit names the kind:
 

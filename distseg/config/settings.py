@@ -278,8 +278,8 @@ class MeshBase:
     """Library that sums gradients over ranks. auto: torch.distributed (torch) under torchrun.
     With MPI it is Horovod if that is installed, else MPI."""
 
-    stages: ClassVar[int] = 1  # a setting of exact training, as the next one
-    layout: ClassVar[str] = "given"
+    stages: ClassVar[int] = 1  # a setting of exact training
+    layout: ClassVar[str] = "given"  # a setting of exact training
 
     def __post_init__(self):
         to_sizes(self, "tiles")

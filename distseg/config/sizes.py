@@ -1,4 +1,4 @@
-"""Sizes as people write them: images and grids of tiles as ``97x131``, memory as ``16GB``."""
+"""Read and write sizes: images and grids of tiles as ``97x131``, memory as ``16GB``."""
 
 from __future__ import annotations
 

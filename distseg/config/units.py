@@ -1,4 +1,4 @@
-"""Functions that write quantities as text, such as ``12.3 Mpx/s`` and ``1:02:03``."""
+"""Write quantities as text, such as ``12.3 Mpx/s`` and ``1:02:03``."""
 
 from __future__ import annotations
 

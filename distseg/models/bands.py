@@ -1,4 +1,4 @@
-"""The number of bands (channels) and of spatial dims of the images that a network takes.
+"""Find the number of bands (channels) and of spatial dims of the images that a network takes.
 
 Both numbers are recorded where they are known: from the store, from ``model.in_channels``, or from
 a trace of the network. Otherwise they are found by trial forward passes. They cannot be read from
@@ -33,7 +33,7 @@ _SUMMED = 6
 
 @dataclass(frozen=True)
 class Images:
-    """The known facts about a network's images.
+    """Known facts about a network's images.
 
     Attributes:
         bands, dims: numbers of bands and of spatial dims; None if not known yet.

@@ -1,4 +1,4 @@
-"""Checks that each weight has its own dense memory.
+"""Check that each weight has its own dense memory.
 
 PyTorch's fused optimizers walk through the memory of a weight, its gradient and its momenta side by
 side and never read their strides. So training would go wrong without an error if a weight has gaps,

@@ -1,4 +1,4 @@
-"""Adapts a module of several inputs or outputs to a network of one image and one result.
+"""Adapt a module of several inputs or outputs to a network of one image and one result.
 
 The bands of the image are split among the inputs. In training, the outputs are resized to the image
 if they are smaller, and concatenated along the channels of one result. Their losses are added with
@@ -20,7 +20,7 @@ _LINEAR = ("linear", "bilinear", "trilinear")
 
 
 class WrongEnds(ValueError):
-    """Error: ``model.inputs`` or ``model.outputs`` does not fit the module or its images."""
+    """Error for a ``model.inputs`` or ``model.outputs`` that does not fit the module or images."""
 
 
 def joined(

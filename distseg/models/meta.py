@@ -1,4 +1,4 @@
-"""Runs user code on the meta device, although it makes small tensors on the CPU."""
+"""Run user code on the meta device, even if it makes small tensors on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modified layers: layers that compute something other than their PyTorch class does.
+"""Find modified layers, which compute something other than their PyTorch class does.
 
 A modified layer cannot be replaced by a distributed counterpart or computed in parts.
 """

@@ -183,7 +183,7 @@ def reserved() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Record of which layer of a captured network does what a dropout call in the user's code does.
+    """Dropout layer of a captured network that stands for a dropout call in the user's code.
 
     Attributes:
         layer: the name of the layer.

@@ -1,4 +1,4 @@
-"""Builds a user's own network from ``package.module:function``.
+"""Build a user's own network from ``package.module:function``.
 
 Errors in user code are reported with their file and line. Three mistakes that look similar in
 Python get different messages: a missing module, an error inside a module, and arguments that the

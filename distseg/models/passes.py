@@ -1,6 +1,7 @@
-"""Helpers to watch a forward pass of a user's module.
+"""Watch a forward pass of a user's module, and undo its side effects.
 
-They find the line of user code that runs, and undo all side effects of the pass.
+The functions find the line of user code that runs, restore random generators, and switch off
+activation checkpoints and ``torch.compile`` during a pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Halo and stride of any network, measured by probing it with test images.
+"""Measure halo and stride of any network by probing it with test images.
 
 For a network that is a list of known layers, halo and stride are computed instead
 (:func:`distseg.tiling.layout.reach_of`). Before probing, norms, dropout and activations are

@@ -1,4 +1,4 @@
-"""Errors inside user code, reported in one line with the user's file and line."""
+"""Report errors inside user code in one line, with the user's file and line."""
 
 from __future__ import annotations
 

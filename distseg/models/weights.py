@@ -1,4 +1,4 @@
-"""Initial weights. Each layer has its own random key, so a rank can initialise only its layers."""
+"""Draw initial weights by a random key for each layer, so a rank can initialise only its layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Assignments to positions of the image.
+"""Make layers of assignments to positions of the image.
 
-Examples: ``up[:, :, ::2, 1::2] = x``, ``x[:, :, :1] = 0``, ``y[:, :8, 1:] = x[:, :8, :-1]``.
+Examples are ``up[:, :, ::2, 1::2] = x``, ``x[:, :, :1] = 0`` and ``y[:, :8, 1:] = x[:, :8, :-1]``.
 """
 
 from __future__ import annotations

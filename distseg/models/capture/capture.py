@@ -1,4 +1,4 @@
-"""Capture of any network as a :class:`distseg.models.network.Network` of supported layers.
+"""Capture a module as a :class:`distseg.models.network.Network` of supported layers.
 
 The captured network holds the parameters and buffers of the user's model, not copies.
 :mod:`distseg.models.capture.trace` records the calls of the forward pass on images of several

@@ -1,4 +1,4 @@
-"""Checks that a module's forward pass does nothing but compute its result.
+"""Check that a module's forward pass does nothing but compute its result.
 
 A pass must not draw random numbers or change the module's state. Ranks and tiles run another
 number of passes than the serial program, in another order. So a pass must have the same result, and

@@ -1,4 +1,4 @@
-"""Comparison of a captured network with the module from which it was captured, in float64.
+"""Compare a captured network with the module from which it was captured, in float64.
 
 Both run on small images, in training without dropout and in evaluation.
 """
@@ -188,7 +188,7 @@ def _result(image: Tensor, module: nn.Module) -> Any:
 def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any = None) -> None:
     """Refuse a network whose result for ``image`` differs from that of the module ``copied``.
 
-    Both are called in the mode, training or evaluation, in which they are.
+    The mode of both, training or evaluation, is not changed.
 
     Args:
         copied: the module, whose weights the network shares.

@@ -1,4 +1,4 @@
-"""Constant tensors, which user code computes from numbers only.
+"""Find constant tensors, which user code computes from numbers only.
 
 Examples: ``torch.tensor([0.3, 0.6])``, ``torch.ones(1, c, 1, 1)``, ``torch.arange(c)``.
 """

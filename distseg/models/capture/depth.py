@@ -1,4 +1,4 @@
-"""Maps (N, C, D, H, W) of images (H, W), with a dim D of fixed length between C and the image.
+"""Make layers for maps (N, C, D, H, W) of 2D images, with a dim D of fixed length after C.
 
 D is no dim of the image: it holds for example the bands of a spectrum or the dates of a series. A
 convolution over D becomes a convolution of maps (N, C * D, H, W). The weight of the new convolution

@@ -1,4 +1,4 @@
-"""Detection of random numbers drawn from PyTorch, NumPy, Python or the system."""
+"""Detect random numbers drawn from PyTorch, NumPy, Python or the system."""
 
 from __future__ import annotations
 

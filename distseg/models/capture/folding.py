@@ -1,4 +1,4 @@
-"""Maps that user code stores in the batch dim: frames, dates, bands, slices of a volume.
+"""Make layers for maps that hold frames, dates, bands or slices in the batch dim.
 
 The user's layer treats each frame as an image. The captured network holds the T frames of an image
 as T groups of channels instead. So a call on (N * T, C, *size) becomes a layer of maps

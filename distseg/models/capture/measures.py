@@ -1,4 +1,4 @@
-"""Numbers that user code computes from the image's size, as in ``x.sum((2, 3)) / (h * w)``.
+"""Find how user code computes a number from the image's size, as in ``x.sum((2, 3)) / (h * w)``.
 
 Python computes these numbers outside PyTorch, so a trace shows only their values. A number is
 supported if one rule gives its value in all traces.
@@ -73,13 +73,16 @@ def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | 
 def _fitted(
     numbers: Sequence[float], sizes: Sequence[Sequence[int]], like: Rule, plain: bool
 ) -> Rule | None:
-    """Return the rule ``like`` with a factor that is fitted to numbers; None if no factor fits.
+    """Return a copy of a rule with ``factor`` and ``plus`` fitted to the numbers of two traces.
+
+    The caller checks whether the result gives the numbers of all traces. Return None if there are
+    too few different sizes to fit it, or if a number cannot come from such a rule.
 
     Args:
         numbers: the number in each trace.
         sizes: the size of the map in each trace.
-        like: a rule that has all fields of the result but ``factor`` and ``plus``.
-        plain: True to fit ``factor`` only; False to fit ``plus`` too.
+        like: the rule, whose ``factor`` and ``plus`` are replaced.
+        plain: True to fit ``factor`` alone and leave ``plus`` as it is.
     """
     bases = [math.prod(size[d] for d in like.dims) ** like.inner for size in sizes]
     try:

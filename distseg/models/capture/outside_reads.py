@@ -1,4 +1,4 @@
-"""Detection of forward passes that read clocks, the operating system, files or object ids."""
+"""Detect forward passes that read clocks, the operating system, files or object ids."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Matrix products of maps: sums over channels at each position, or sums over all positions.
+"""Make layers for matrix products of maps, which sum over channels or over all positions.
 
-The latter occur in channel attention. Products between positions, as in attention over the image,
-are refused.
+A sum over all positions occurs in channel attention. Products between positions, as in attention
+over the image, are refused.
 """
 
 from __future__ import annotations

@@ -123,9 +123,10 @@ def _alone(axes: Axes, dims: Sequence[int]) -> Axes:
 
 
 def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
-    """Return ``vector`` with dims of length 1 added or removed, as in the current call's result.
+    """Return ``vector`` with the dims that the current call's result has in user code.
 
-    The result has these dims with ``keepdim=True`` only. Refuse a result that differs otherwise.
+    The two may differ in dims of length 1, such as those that ``keepdim=True`` keeps. Refuse a
+    result that differs from ``vector`` in another way.
 
     Args:
         vector: a vector or line with length 1 along the reduced dims.

@@ -1,4 +1,4 @@
-"""Snapshots of the state of a module, to find out whether two passes leave the same state.
+"""Take snapshots of a module's state, to find out whether two passes leave the same state.
 
 A snapshot has a *slot* for each attribute of each module, each parameter and buffer, and each
 global number or container that the modules' code reads (:mod:`distseg.models.capture.reachable`).

@@ -1,4 +1,4 @@
-"""Checks that a copy of a module computes with its own weights only.
+"""Check that a copy of a module computes with its own weights only.
 
 A capture and the serial program copy the module. An array made by ``weight.detach().numpy()``
 follows the weight in training, but a copy of the array keeps the old numbers. A function that is

@@ -1,4 +1,4 @@
-"""Execution of user code in float64 even where it asks for float32.
+"""Run user code in float64 even where it asks for float32.
 
 Precision is a setting of the run: ``x.float()``, ``torch.ones(3)`` and NumPy constants are float32
 in a run in float32. Where results are compared in float64, these tensors become float64.

@@ -68,8 +68,9 @@ class AccessPattern:
     def pixels(self, before: Fraction) -> Fraction:
         """Return the number of image pixels per output cell.
 
-        ``before`` is the number of image pixels per input cell. If the output follows the size of
-        another map, ``before`` is the number of image pixels per cell of that map.
+        Args:
+            before: number of image pixels per input cell; if the output follows the size of
+                another map, per cell of that map.
         """
         raise NotImplementedError
 
@@ -130,7 +131,7 @@ class Shift(Gather):
 
     @property
     def sized(self) -> bool:
-        """True for a crop, which removes other cells of a window than of the whole image."""
+        """True for a crop, which removes cells at the border of a window too."""
         return min(self.before, self.after) < 0
 
 

@@ -1,4 +1,4 @@
-"""The cells of each feature map that a part of a later feature map depends on.
+"""Find the cells of each feature map that a part of a later feature map depends on.
 
 One recurrence over the graph, from the last node backwards, finds these cells. It serves both tiles
 that exchange halos or windows (:mod:`distseg.tiling.layout`) and streamed tiles

@@ -96,7 +96,7 @@ class Context:
         self._pass.regions = regions
 
     def region(self, index: int, stride: tuple[int, ...], held: Sequence[int]) -> MapView:
-        """Return which cells of a feature map a window owns and which it holds.
+        """Return the box of a feature map that a window owns, and the box that it holds.
 
         The boxes are taken from ``regions``. If that is None, they are computed from the boxes of
         the window and its tile in the image, divided by ``stride``.

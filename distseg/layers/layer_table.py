@@ -504,7 +504,7 @@ def _resized(
     """Return the result of a resize on the box ``part.output``, (B, C, *part.output.size).
 
     Args:
-        whole: function that resizes the whole feature map. It is called if the part is everything.
+        whole: function that resizes the whole feature map; used if the part is the whole result.
         access_patterns: the access pattern of each dim.
         x: the cells of the input inside ``have``, (B, C, *have.size).
         have: a box of the input's feature map, which contains ``part.input``.

@@ -1,4 +1,4 @@
-"""Compilation of this package's C++ code, on first use and once per machine.
+"""Compile this package's C++ code, on first use and once per machine.
 
 The code includes neither PyTorch's nor Python's headers, so it compiles in seconds. The library is
 kept in the user's cache. Its name contains a hash of source, compiler and CPU, so login and compute

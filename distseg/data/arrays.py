@@ -178,6 +178,14 @@ def _array(given, what: str):
 
 
 def _read(array, lead: tuple, box: Box, dims: int) -> Tensor:
+    """Return a box of an array as a tensor, in a dtype that PyTorch has.
+
+    Args:
+        array: the array, whose dims are those of ``lead``, then channels if it has any, then size.
+        lead: indices along the first dims, such as the image in a batch.
+        box: the box along the last dims.
+        dims: number of spatial dims.
+    """
     between = (slice(None),) * (len(array.shape) - len(lead) - dims)
     found = array[(*lead, *between, *box.slices)]
     if isinstance(found, Tensor):

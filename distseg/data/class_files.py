@@ -257,6 +257,11 @@ def are_there(paths: Sequence[Path], identity: str) -> bool:
 
 
 def _identity_in(path: Path) -> str:
+    """Return the identity in the file of a class map.
+
+    Raises:
+        FileExistsError: the file is not a class map that distseg wrote.
+    """
     try:
         form = form_of(path)
         whole = path.is_dir() and not path.is_symlink() if form == "zarr" else path.is_file()

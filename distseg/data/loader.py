@@ -107,6 +107,7 @@ def _places(
 def _read(
     store: Store, samples: list[Sample], place: TilePlacement, pixels: bool, labels: bool
 ) -> TileBatch:
+    """Return the tile batch of samples of one size; ``pixels`` and ``labels`` say what to read."""
     return TileBatch(
         torch.from_numpy(read_pixels(store, samples, place.window)) if pixels else None,
         read_labels(store, samples, place.tile) if labels else None,

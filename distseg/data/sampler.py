@@ -234,6 +234,7 @@ class Epoch(Sequence):
         return self._sample(name, Box.whole(size), turn, number)
 
     def _crop(self, number: int) -> Sample:
+        """Return a random crop: anywhere in a random image, or near a pixel of a chosen class."""
         near, where, block, pixel, *place = rng.uniform(
             rng.key(*self._keys, number, "crop"), 4 + len(self._data.crop)
         )

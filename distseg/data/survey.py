@@ -150,6 +150,7 @@ class Survey:
         return f"no pixel of any mask is {' or '.join(self.classes[k] for k in missing)} ({labels})"
 
     def _meaning(self, seen: set[int]) -> str:
+        """Return the values in the masks in words, and which of them are ignored or no class."""
         ignored = [value for value in self._stray(seen) if self._label(value) == self.ignore]
         unknown = [value for value in self._stray(seen) if value not in ignored]
         kinds = [

@@ -81,6 +81,7 @@ def size_of(compression: int, data: bytes) -> tuple[int, int] | None:
 
 
 def _jpeg(data: bytes) -> tuple[int, int] | None:
+    """Return (height, width) from the first frame header of a JPEG image; None without one."""
     at = 0
     while at + 9 <= len(data):
         marker = data[at + 1]
@@ -94,6 +95,7 @@ def _jpeg(data: bytes) -> tuple[int, int] | None:
 
 
 def _webp(data: bytes) -> tuple[int, int] | None:
+    """Return (height, width) from the header of a WebP image; None for an unknown form."""
     kind = data[12:16]
     if kind == b"VP8L":
         bits = struct.unpack_from("<I", data, 21)[0]

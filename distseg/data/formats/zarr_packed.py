@@ -136,10 +136,12 @@ def _parts(data: memoryview, shard: Shard) -> Iterator[memoryview]:
 
 
 def _blosc(data: memoryview, form: int, most: int) -> Iterator[int]:
+    """Yield the bytes that a chunk in blosc unpacks to, as its header declares."""
     yield struct.unpack_from("<I", data, 4)[0]
 
 
 def _lz4(data: memoryview, form: int, most: int) -> Iterator[int]:
+    """Yield the bytes that a chunk in lz4 unpacks to, as its header declares."""
     yield struct.unpack_from("<I", data)[0]
 
 

@@ -297,6 +297,7 @@ class ChunkReader(Chunked):
         return buffer
 
     def _unpacked(self, index: tuple[int, ...], data: memoryview) -> bytes:
+        """Return the bytes of a chunk after decompression (deflate)."""
         stream = zlib.decompressobj()
         try:
             found = stream.decompress(data, self._bytes + 1)

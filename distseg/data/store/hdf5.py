@@ -241,6 +241,7 @@ class _Sink:
             done += os.pwrite(self._handle, data[done:], self._at + done)
 
     def _try(self, call, *arguments):
+        """Return ``call(*arguments)``; after the first error, do nothing and return None."""
         if self.error is not None:
             return None
         try:

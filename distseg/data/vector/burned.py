@@ -66,6 +66,7 @@ class BurnedReader(Reader):
         return self._overlapping
 
     def _read(self, box: Box) -> np.ndarray:
+        """Return the labels of a box, (1, *box.size), drawn block by block."""
         found = np.zeros(box.size, self.dtype)
         low = tuple(start // edge * edge for start, edge in zip(box.start, _BLOCK))
         for block in boxes_of(Box(low, box.stop), _BLOCK):

@@ -408,6 +408,7 @@ class Predictor:
         return most_even_grid(grid, (1,) * len(grid), self.replicas.size)
 
     def _in_blocks(self, source: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield (tile, logits) for this rank's tiles ``mine``, all in its block of the image."""
         count = self._ranks_of(self.grid_of(source.size)).volume
         workers = self._first(count)
         if self.replicas.rank < count:

@@ -98,6 +98,7 @@ class Windows:
                 yield i, self._output(load(i), place)
 
     def _output(self, x: Tensor, place: TilePlacement) -> Tensor:
+        """Return the output of one window, whose stages are all on this rank."""
         if self.partition.stages == 1:
             return self.model([x], [place])[0]
         maps = {0: x}

@@ -113,6 +113,7 @@ class Filler:
         channels_last: bool,
         at_once: int,
     ) -> None:
+        """Move the network to its device in its dtype, and store the settings of a forward pass."""
         self.network, self.device, self.channels_last, self.at_once = (
             network,
             device,

@@ -154,6 +154,7 @@ def check_grids(
 
 
 def _check_unread(settings: PatchgdConfig) -> None:
+    """Refuse settings that have no effect with a U-Net of patches."""
     unread = {
         "features": "Z is the coarse features of the U-Net",
         "head": "the head of a U-Net is two convolutions",

@@ -103,6 +103,7 @@ class StagePasses:
         return self._known[kind, stage]
 
     def _computed(self, kind: str, stage: int) -> float:
+        """Return the predicted seconds of one pass; arguments as for :meth:`seconds`."""
         layers = (
             self._costs.layers
             if self.partition.ranges[stage] == range(0)

@@ -195,6 +195,7 @@ def summary(report: dict) -> str:
 
 
 def _row(number: int, stage: dict) -> dict:
+    """Return the row of a stage in the table of a split."""
     return {
         "stage": number,
         "layers": stage["layers"],
@@ -207,6 +208,7 @@ def _row(number: int, stage: dict) -> dict:
 
 
 def _line(name: str, split: dict, limit: float | None) -> dict:
+    """Return the row of a split in the table of all splits."""
     row = {
         "split": name,
         "slowest [ms]": split["slowest"] * 1e3,
@@ -276,6 +278,7 @@ def check_stages(model: str, stages: int) -> None:
 
 
 def _check_window(model: nn.Module, window: Sequence[int]) -> None:
+    """Refuse a window with other dims than the model's images, or with too many pixels."""
     dims = next((p.dim() - 2 for p in model.parameters() if p.dim() > 2), len(window))
     if len(window) != dims:
         raise ValueError(

@@ -95,6 +95,7 @@ class Tiles:
         return {number: list(self._messages(number)) for number in self._layout.points}
 
     def _messages(self, number: int) -> Iterator[tuple[int, int, float]]:
+        """Yield the halo messages before a layer: (sending tile, receiving tile, bytes)."""
         source = self.work.graph[number].first
         a_cell = self.work.bytes_of(source) / max(1, math.prod(self._layout.sizes[source]))
         spans = self._layout.spans(number)
@@ -241,6 +242,7 @@ class _Group:
         self._way: dict[tuple[int, int], int] = {}  # the last message of each pair of ranks
 
     def run(self) -> None:
+        """Add the tasks of all operations of the step; a receive is added after its send."""
         partition, layout = self.step.partition, self.layout
         found = orders(layout.schedule, partition.placement, layout.micro_batches)
         programs = [operations(order, partition.edges, layout.recompute) for order in found]

@@ -294,6 +294,7 @@ def _classifier(data: TrainingData) -> list[Choice]:
 
 
 def _mesh(ranks: int, computer: Computer) -> list[Choice]:
+    """Return the settings by which ranks share the images of a step."""
     found = [
         Choice("mesh.samples", ranks, f"ranks that share the images of a step: {computer.name}")
     ]

@@ -199,6 +199,7 @@ def _printable(text: str) -> str:
 
 
 def _closing(found: FirstConfig, output: str) -> list[str]:
+    """Return the lines to print: what was written, the expected cost, and the next command."""
     config, name = found.config, shlex.quote(output)
     lines = [
         f"wrote {output}: {config.model.name}, {config.step_images} "

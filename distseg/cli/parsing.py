@@ -320,6 +320,7 @@ def _with_brackets(arguments: list[str]) -> list[str]:
 
 
 def _with_flag_hint(error: Exception, parser: Parser, places: Mapping[str, str]) -> str:
+    """Return the message of an error with the place of the setting, or the most similar flag."""
     text = _in_a_line(error)
     flag = re.match(r"--([\w.]*\w)", text)
     if flag and flag[1] in places:

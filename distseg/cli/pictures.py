@@ -109,6 +109,7 @@ class Gallery:
         return Panel(title, data_uri(rgb(*image.pixels())), f"Image {title}")
 
     def _picture(self, row: Mapping, word: str) -> Pictures | str:
+        """Return the picture of an image, or a note if there is no prediction of it."""
         name = row["image"]
         for classes, tolerance in ((self._written, 0.0), (self._computed, _ROUNDING)):
             if (found := classes(name)) is not None:

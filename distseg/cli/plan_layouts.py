@@ -615,6 +615,7 @@ def _about_precision(
 
 
 def _plain(found: Prediction) -> dict:
+    """Return a prediction in types that JSON can hold."""
     return {
         "settings": found.layout.settings(),
         "family": found.layout.family,

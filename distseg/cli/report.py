@@ -202,6 +202,7 @@ def _legend(classes: Sequence[str], colours: np.ndarray) -> list[tuple[str, str]
 
 
 def _summary(best: Mapping, last: Mapping) -> str:
+    """Return a line about a run: its network, its store, its epochs, and whether it is complete."""
     wanted, done = best["config"]["train"]["epochs"], last["epoch"]
     patience = last["config"]["train"].get("patience")
     state = "complete" if done >= wanted else "to be continued"

@@ -199,6 +199,7 @@ def _chosen(source: _Source, classes: Sequence[str] | None, path: str, least: in
 
 
 def _number(name: str, names: list[str] | None, path: str) -> int:
+    """Return the label of a class that the user gave by name or number."""
     if names is not None and name in names:
         return names.index(name)
     if name.isdecimal() and (names is None or int(name) < len(names)):

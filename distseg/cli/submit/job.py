@@ -108,6 +108,7 @@ def nodes_for(shape: MeshShape, node: Nodes, count: int | None = None) -> Nodes:
 
 
 def _repairs(size: int, nodes: Nodes) -> list[str]:
+    """Return the settings that would make a mesh of ``size`` ranks fit the nodes, as text."""
     more_nodes = [f"--nodes {size // nodes.processes}"] if size % nodes.processes == 0 else []
     each = size // nodes.count
     other_processes = (

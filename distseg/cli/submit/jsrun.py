@@ -111,6 +111,7 @@ def _option(word: str, words) -> tuple[str | None, str | None]:
 
 
 def _value(name: str, text: str | None) -> int | str:
+    """Return the value of an option: an int, or a text if the option takes one."""
     if text is None:
         raise ValueError(f"jsrun --{name} has no value: give a value, or leave the option out")
     if name in _FORMS:
@@ -205,6 +206,7 @@ def _fits_a_node(asked: ResourceSets, cpu: int, gpu: int, cores: int, gpus: int)
 
 
 def _started(asked: ResourceSets, sets: int) -> int:
+    """Return the number of tasks that the command starts in ``sets`` resource sets."""
     if asked.np is None:
         return sets * (asked.tasks_per_rs or 1)
     if asked.tasks_per_rs is not None and asked.np != sets * asked.tasks_per_rs:
@@ -217,6 +219,7 @@ def _started(asked: ResourceSets, sets: int) -> int:
 
 
 def _binds(asked: ResourceSets, started: int, sets: int, cpu: int) -> None:
+    """Refuse ``--bind`` if the tasks of a resource set need more cores than its ``cpu`` cores."""
     found = re.fullmatch(r".*packed:(?:smt:)?(\d+)", asked.bind)
     most = -(-started // sets)  # tasks of the resource set with the most tasks
     if found and ":smt" not in asked.bind and int(found[1]) * most > cpu:

@@ -81,6 +81,7 @@ def fill(template: str, words: dict[str, object]) -> str:
 
 
 def _lines(line: str, words: dict[str, object]) -> list[str]:
+    """Return the lines that a line of a template becomes: none, one, or one for each value."""
     names = re.findall(r"@(\w+)@", line)
     values = {name: words[name] for name in names}
     if any(value is None or value == () for value in values.values()):

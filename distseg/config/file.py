@@ -190,6 +190,7 @@ def settings_of(tree: dict, place: str, kind: type = Config) -> list[Setting]:
 
 
 def _items(place: str, tree) -> list[tuple]:
+    """Return the entries of a dict; refuse anything else."""
     if not isinstance(tree, dict):
         raise SettingError(
             "DS305",
@@ -405,6 +406,7 @@ def _check_size(path: str, text: str) -> None:
 
 
 def _settings(path: str, root: yaml.Node, kind: type) -> Iterator[Setting]:
+    """Yield the settings of a config file, in the order of the file."""
     for section, content, place in _fields(path, root, "a section"):
         _check_name(place, section, kind)
         if content.tag == "tag:yaml.org,2002:null":
@@ -455,6 +457,7 @@ def _known(section: str, kind: type) -> tuple[str, ...]:
 
 
 def _check_name(place: str, name: str, kind: type) -> None:
+    """Refuse a name of a section or setting that the config does not have."""
     section, dot, _ = str(name).partition(".")
     known = _known(section, kind) if dot else tuple(sections(kind))
     if name not in known:

@@ -435,6 +435,7 @@ class LossConfig:
         self._check_weights()
 
     def _check_weights(self):
+        """Refuse class weights that are negative, not finite, or all 0."""
         weights = self.class_weights
         if weights is None:
             return

@@ -227,6 +227,7 @@ def line_of(
 def _line_axis(
     lengths: Sequence[int], batches: Sequence[int], sizes: Sequence[Sequence[int]]
 ) -> Axis | None:
+    """Return the axis of one dim of a line from its length in each trace; None if no axis fits."""
     if (axis := _axis(lengths, batches, sizes)) is not None:
         return axis._replace(places=(), whole=((1, axis.places),) if axis.places else ())
     extent = extent_of(lengths, sizes)

@@ -241,6 +241,7 @@ def _likely(model: nn.Module) -> list[int]:
 
 
 def _numbers(model: nn.Module) -> Iterator[int]:
+    """Yield numbers of bands to try, the most likely first; some may be repeated."""
     yield from _known.get(model, _NOTHING).guesses
     convs = [m.in_channels for m in model.modules() if isinstance(m, _CONV)]
     yield from convs[:1]

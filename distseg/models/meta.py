@@ -39,6 +39,7 @@ def all_on_meta(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 
 def _without_memory(tree: Any) -> Any:
+    """Return nested arguments with all tensors that have dims moved to the meta device."""
     if isinstance(tree, Tensor):
         return tree if tree.is_meta or not tree.dim() else tree.to("meta")
     if isinstance(tree, (tuple, list)):

@@ -61,6 +61,7 @@ def known(kind: type) -> type:
 
 @cache
 def _overwritten(kind: type) -> str | None:
+    """Return which attribute of its PyTorch class a class overrides, in words; None for none."""
     base = known(kind)
     names = {name for k in base.__mro__ for name in (*vars(k), *vars(k).get("__annotations__", ()))}
     own = {

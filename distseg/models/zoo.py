@@ -181,6 +181,7 @@ def plain_model(
 
 
 def _builder(name: str) -> Callable[..., nn.Module]:
+    """Return the function that builds the network of this name."""
     if name == "unet":
         return unet
     if name in ZOO:

@@ -104,6 +104,7 @@ def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
 
 
 def _as_slice(reader: Reader, entry: Any) -> slice:
+    """Return an entry of an index as a slice; an integer becomes a slice of length 1."""
     if isinstance(entry, int) and not isinstance(entry, bool):
         return slice(entry, entry + 1 or None)
     if not isinstance(entry, slice):

@@ -123,6 +123,16 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
 
 
 def _put(call: Called, tree: Any, typed: Any) -> Any:
+    """Return an argument with each :class:`ByType` of ``typed`` in its place.
+
+    Args:
+        call: the call, for messages.
+        tree: the argument in a trace in float64: a value, or nested tuples and dicts.
+        typed: the same argument as :func:`_merged` returns it.
+
+    Raises:
+        CanNotCapture: a number depends on both the dtype and the image's size.
+    """
     if isinstance(typed, ByType):
         if tree != typed.number(WIDE):
             raise CanNotCapture(

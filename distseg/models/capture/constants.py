@@ -56,6 +56,7 @@ def constant_of(calls: Sequence[Called], made: Made) -> Tensor | None:
 
 
 def _called(call: Called, args: tuple, kwargs: dict | None = None) -> Tensor | None:
+    """Return the result of a call on constant arguments; None if an argument is not constant."""
     kwargs = {
         name: x
         for name, x in (call.kwargs if kwargs is None else kwargs).items()
@@ -71,6 +72,7 @@ def _called(call: Called, args: tuple, kwargs: dict | None = None) -> Tensor | N
 
 
 def _filled(tree: Any, values: dict) -> Any:
+    """Return the arguments of a call with tensors from ``values`` in place of references."""
     if isinstance(tree, Made):
         return values[tree]
     if isinstance(tree, tuple):

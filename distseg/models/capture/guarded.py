@@ -154,6 +154,11 @@ _called: WeakSet[nn.Module] = WeakSet()
 
 
 def _unmoved(layer: nn.Module, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run a norm, and restore its running statistics if it is in training mode.
+
+    Raises:
+        Hidden: the norm is called in evaluation mode after a call in training mode.
+    """
     if not layer.training:
         if layer in _called:
             raise Hidden(f"{name} ({user_line()}) {EVALUATED_BEHIND}")

@@ -322,6 +322,7 @@ class _Values:
         return None
 
     def _filled(self, tree: Any, value: Callable[[Made], Tensor]) -> Any:
+        """Return the arguments of a call with tensors in place of references."""
         match tree:
             case Made():
                 return value(tree)

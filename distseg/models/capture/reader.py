@@ -769,6 +769,7 @@ class Reader:
         return found
 
     def _add(self, name: str, make, reads: Sequence[Value]) -> None:
+        """Add a layer under a new name; ``make`` and ``reads`` are those of :meth:`emit`."""
         assert name not in self.layers, name
         self.layers[name] = make, tuple(x.name for x in reads)
         self.lines[name] = self.call.line
@@ -1449,6 +1450,7 @@ def _signature_error(e: TypeError) -> str:
 
 
 def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
+    """Return ``layer`` with the given parameters and buffers in place of its own."""
     for name in found:
         # The user's weight may be a buffer, and a name in _buffers may hold None.
         layer._parameters.pop(name, None)
@@ -1477,6 +1479,7 @@ def _whole_times(
 
 
 def _divisor(large: Sequence[int], small: Sequence[int]) -> int | None:
+    """Return the integer k with ``large // k == small`` in each trace; None without one."""
     return next(
         (
             k

@@ -104,6 +104,7 @@ def regrouped(reader: Reader, x: Value) -> Value | None:
 
 
 def _pieces(reader: Reader, x: Value) -> list[_Piece]:
+    """Return the pieces of all dims of ``x``, in memory order."""
     found = []
     for axis in x.axes:
         if axis.batch:

@@ -355,6 +355,10 @@ class Printer:
         return self._object(x, again)
 
     def _object(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
+        """Return the print of an object without a rule of its own: its attributes, or its content.
+
+        If it has neither, or is not to be followed, return its id (:meth:`_which`).
+        """
         root = type(x).__module__.partition(".")[0]
         if id(x) in self.known or root in _FOREIGN and not isinstance(x, _OPEN):
             return self._which(x)

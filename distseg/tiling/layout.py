@@ -308,6 +308,7 @@ class TileBorders:
         return frozenset(n for n in range(len(self.graph)) if self._reads_beyond(n))
 
     def _reads_beyond(self, number: int) -> bool:
+        """Return True if some tile needs cells of other tiles for the result of node ``number``."""
         node, dim = self.graph[number], self.dim
         pattern = node.along(dim)
         if pattern is not None and pattern.alike:

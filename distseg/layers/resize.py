@@ -186,6 +186,7 @@ def _shares_of(
 
 @lru_cache(_KEPT)
 def _weighted(pattern: Resize, span: Spans) -> tuple[_Share, _Share]:
+    """Return the sums of a resize with weights, and their adjoint."""
     taps: Taps = pattern.for_sizes(span.n, span.m)
     places, parts = taps.shares(span.start, span.stop)
     forth = _Share(places - span.first, parts)
@@ -306,6 +307,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def _summed(x: Tensor, dim: int, share: _Share) -> Tensor:
+    """Return the weighted sums ``share`` of the cells of ``x`` along ``dim``."""
     x, total = x.contiguous(), None
     for k, places in enumerate(share.places):
         part = x.index_select(dim, upload(torch.from_numpy(places), x.device))

@@ -329,6 +329,7 @@ def _address(x: Tensor | None) -> int | None:
 
 @cache
 def _function(name: str, dtype: torch.dtype):
+    """Return the library's function for a kernel of whole images, with its argument types."""
     found = getattr(library(), f"{name}_{_TYPES[dtype]}")
     structures, batches, arrays = {"norm_forward": (4, 2, 8), "norm_backward": (5, 3, 7)}[name]
     found.argtypes = (

@@ -147,7 +147,7 @@ class Gallery:
         return lambda box: found[box.slices]
 
     def _panels(self, name: str, shrunk: _Shrunk, classes: Reader) -> list[Panel]:
-        """Return the panels of an image; an empty list if the prediction has other scores.
+        """Return the panels of an image; an empty list if its scores are not those evaluated.
 
         Args:
             name: the image.

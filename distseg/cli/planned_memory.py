@@ -60,7 +60,7 @@ def planned_memory(config: Config, manifest: Mapping, start: Mapping) -> list[fl
 
 
 def _as_trained(config: Config, trained: Mapping) -> Config:
-    """Return the settings with those of the training that decide about the memory of a step.
+    """Return the settings with the training's values where they decide the memory of a step.
 
     Args:
         config: the settings that prediction takes over.

@@ -98,7 +98,7 @@ def _gaussian(sigma: float, margin: int) -> np.ndarray:
 
 
 def _filtered(bands: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return each band filtered along all its dims, without a margin at the borders.
+    """Return each band filtered along all its dims; the result lacks the margin on each side.
 
     Args:
         bands: (C, *size) float32.

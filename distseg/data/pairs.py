@@ -186,8 +186,8 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
     Names are sorted by a random number that depends only on the seed and the name. The sorted list
     is then cut in proportion to the shares of train, val and test. A split with a share above 0
     gets at least one name if there are enough names. Of at least 12 names, a split whose share is
-    more than one name gets at least two, because the score of one image says nothing about how
-    much scores differ between images.
+    more than one name gets at least two: one image would not show how much scores differ between
+    images.
 
     Args:
         names: the names, all different.

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 def partners(images: Sequence[str], masks: Sequence[str]) -> dict[str, str]:
     """Return, for each name of an image, the name of its mask.
 
-    A common part at the beginning or end of all names of masks is ignored, and a common part of all
-    names of images too, if this pairs all images with all masks in exactly one way. Otherwise only
-    images and masks with equal names are paired. For example, the images ``a_1`` and ``a_2`` are
-    paired with the masks ``a_1_mask`` and ``a_2_mask``.
+    Parts that all names of masks, or all names of images, have in common at their beginning or end
+    are ignored if this pairs all images with all masks in exactly one way. Otherwise only images
+    and masks with equal names are paired. For example, the images ``a_1`` and ``a_2`` are paired
+    with the masks ``a_1_mask`` and ``a_2_mask``.
 
     Args:
         images: names of images without endings, all different.

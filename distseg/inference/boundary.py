@@ -10,9 +10,9 @@ lies in the image and its true label is not the ignored one. Then
   at a distance of at most d;
 - Boundary IoU is the IoU of the two boundary regions of c (Cheng et al. 2021, Boundary IoU, with
   their d as a number of pixels). Their program also counts the border of the image as a contour;
-- precision is the share of the predicted contour with a pixel of the true contour of c at a
-  distance of at most d, recall the share of the true contour near the predicted one, and F1 =
-  2 precision recall / (precision + recall).
+- precision is the share of the predicted contour of c that has a pixel of the true contour of c at
+  a distance of at most d. Recall is the share of the true contour that has a pixel of the predicted
+  one at this distance. F1 = 2 precision recall / (precision + recall).
 
 Ignored pixels are neither counted nor do they make a contour, since their class is not known.
 
@@ -149,7 +149,7 @@ def _f1(counts: np.ndarray) -> float | None:
 
 
 def with_boundaries(scores: dict, counts: np.ndarray, names: Sequence[str]) -> dict:
-    """Return scores with those of boundaries, in the dict of each class and as means.
+    """Return scores together with boundary scores, in the dict of each class and as means.
 
     Args:
         scores: the scores (:func:`distseg.inference.metrics.scores_of_counts`).

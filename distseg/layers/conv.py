@@ -208,8 +208,8 @@ def _lowered(*tensors: Tensor | None) -> list[Tensor | None]:
 class WeightsApart(TorchFunctionMode):
     """Torch function mode in which convolutions compute their weight gradients later.
 
-    In the backward pass, the gradients of weight and bias are left to the wait policy, which
-    computes them while the rank waits for others, and adds them to ``grad`` without autograd.
+    In the backward pass, the wait policy gets the gradients of weight and bias as deferred work. It
+    computes them while the rank waits for other ranks, and adds them to ``grad`` without autograd.
     Autograd computes them as usual if the weight is not a parameter itself (but computed from
     one), or if a parameter has hooks.
 

@@ -115,9 +115,9 @@ class DistributedLines(DistributedMean):
             size: the size of the feature map.
 
         Returns:
-            The cells, (positions, C, cells of a position). The index of each cell among all cells
-                that the whole image has at its position, (cells of a position,): for the means of
-                rows, the number of the cell's column.
+            The cells, (positions, C, cells of a position); and the number of each cell of a
+                position, counted over the whole image, (cells of a position,). For the means of
+                rows, this number is the cell's column.
         """
         others = [d for d in range(len(size)) if d not in self.kept]
         numbers = numbers_of(_picked(place, others), [size[d] for d in others]).to(image.device)

@@ -35,9 +35,9 @@ class Term:
 
     A subclass has three methods. ``partial_sums(logits, labels)`` returns the partial sums (sums,)
     of one image's tile, with logits (1, C, *size) and labels (1, *size). ``counts(labels)`` returns
-    those that follow from labels alone, in float64, with 0 in place of the others; a term that is
-    not linear may return zeros only. ``value(table)`` returns the term for the partial sums
-    (images, sums) of a whole step.
+    the partial sums that follow from labels alone, in float64, with 0 in place of the other sums; a
+    term that is not linear may return zeros only. ``value(table)`` returns the term for the partial
+    sums (images, sums) of a whole step.
 
     Attributes:
         sums: the number of partial sums of an image.

@@ -186,7 +186,7 @@ def _shares_of(
 
 @lru_cache(_KEPT)
 def _weighted(pattern: Resize, span: Spans) -> tuple[_Share, _Share]:
-    """Return the sums of a resize with weights, and their adjoint."""
+    """Return the sums of a linear, cubic or area resize, and their adjoint."""
     taps: Taps = pattern.for_sizes(span.n, span.m)
     places, parts = taps.shares(span.start, span.stop)
     forth = _Share(places - span.first, parts)

@@ -272,9 +272,9 @@ def _dims(model: nn.Module) -> list[int]:
 
 
 def _made(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that have a shape: all but those of lazy layers.
+    """Yield the parameters that have a shape.
 
-    A lazy layer, such as ``nn.LazyConv2d``, gets the shape of its parameters in the first pass.
+    The parameters of lazy layers, such as ``nn.LazyConv2d``, get their shape in the first pass.
     """
     return (p for p in model.parameters() if not is_lazy(p))
 

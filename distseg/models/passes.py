@@ -180,9 +180,10 @@ class _NoCheckpoint:
 
 
 def _unchecked(*args, **kwargs) -> Iterator[None]:
-    """Stand in for PyTorch's non-reentrant activation checkpoint, without any recomputation.
+    """Do nothing, in place of the generator of PyTorch's non-reentrant activation checkpoint.
 
-    Like that checkpoint, it is a generator that runs around the call of the function.
+    The generator runs around the call of the function, and would make the backward pass recompute
+    it.
     """
     yield
 

@@ -8,9 +8,9 @@ channels are equal, so a convolution of thousands of channels is probed with one
 image is a strip along one dim, as thin as the network accepts. So probing a network of a billion
 weights takes seconds and needs none of its weights.
 
-* Halo: the smallest h for which no input row more than h rows before a tile border (on the stride
-  grid) influences an output row after that border, and the same in the other direction. It is
-  found from gradients, and by bisection where gradients miss an influence.
+* Halo: the smallest h for which an input row more than h rows before a tile border (on the stride
+  grid) never influences an output row after that border. The same must hold in the other direction.
+  The halo is found from gradients, and by bisection where gradients miss an influence.
 * Stride: the smallest s for which shifting the input by s shifts the output by s.
 """
 

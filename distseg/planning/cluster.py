@@ -1,8 +1,8 @@
 """Describe the nodes of a job and the links that its messages share.
 
 The ranks fill the nodes one after another. A rank sends and receives over its own link to the other
-ranks of its node. All ranks of a node share the node's network card, all nodes of a switch the
-cables from it to the other switches, and all ranks of the job the file system::
+ranks of its node. All ranks of a node share the node's network card. All nodes of a switch share
+the cables from it to the other switches. All ranks of the job share the file system::
 
     rank - node's card - switch - other switches
 """

@@ -795,9 +795,9 @@ class Planner:
         )
 
     def seconds_besides_passes(self, layout: MeshLayout) -> float:
-        """Return the seconds of a step without stages in which a rank computes no pass.
+        """Return the seconds that a step without stages takes besides its passes.
 
-        They are those of the statistics of norms, the sum of gradients and the update.
+        In this time the statistics of norms and the gradients are summed, and weights are updated.
         """
         weights = self.work.costs.weight_bytes * self.work.parameters
         norms = 2 * layout.micro_batches * len(self.work.norms) * self._norm_seconds(layout)

@@ -2,7 +2,7 @@
 
 :mod:`distseg.cli.profile` shows the comparison. The same costs balance the stages. They are
 modelled for a CPU core or a V100, and one factor scales all of them to the machine in use. If a
-pass still differs from its prediction, its share of a step is not the one that the balance assumed.
+pass still differs from its prediction, the balance assumed a wrong share of the step for it.
 """
 
 from __future__ import annotations

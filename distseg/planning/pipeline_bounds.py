@@ -68,7 +68,7 @@ class PipelineTimes:
     def _put_off(self) -> list[float]:
         """For each stage, the seconds of weight gradients after its last backward pass.
 
-        With ZB-H1, stage s computes those of the last s + 1 micro-batches then.
+        With ZB-H1, stage s then computes the weight gradients of the last s + 1 micro-batches.
         """
         m = self.micro_batches
         return [min(m, stage + 1) * seconds for stage, seconds in enumerate(self.weight)]

@@ -154,7 +154,7 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
 
 
 def largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]:
-    """Return those of :func:`holdings` that can have the peak memory.
+    """Return the results of :func:`holdings` that can have the peak memory.
 
     A :class:`Held` is left out if another one holds at least as many tensors of every kind.
 

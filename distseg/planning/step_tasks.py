@@ -149,7 +149,7 @@ def step_tasks(
 
 
 class _Step:
-    """Tasks of a step that are listed so far; the arguments are those of :func:`step_tasks`."""
+    """List of the tasks of a step, while they are added; arguments as for :func:`step_tasks`."""
 
     def __init__(self, work, layout, balance, cluster, bucket):
         self.work, self.layout, self.cluster, self.bucket = work, layout, cluster, bucket
@@ -171,6 +171,7 @@ class _Step:
         self.parts = [_parts(part, weights, bucket) for part in self.partition.ranges]
 
     def listed(self) -> StepTasks:
+        """Add the tasks of the whole step, and return them."""
         for group in range(self.groups):
             _Group(self, group).run()
         whole = self.layout.tiles.volume * self.layout.stages
@@ -187,7 +188,7 @@ class _Step:
         return (group * self.layout.tiles.volume + tile) * self.layout.stages + stage
 
     def _finish(self, stage: int) -> None:
-        """Sum the gradients of a stage, and update its weights."""
+        """Add the tasks that sum the gradients of a stage and update its weights."""
         layout, machine = self.layout, self.cluster.machine
         replicas = layout.samples * layout.tiles.volume
         ranks = [r for r in self.ends if r % layout.stages == stage]

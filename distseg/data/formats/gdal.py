@@ -159,7 +159,7 @@ def _open(path: Path, rasterio: Any, drivers: list[str]) -> Any:
 
 
 def _checked_sources(path: Path, rasterio: Any, above: tuple[Path, ...] = ()) -> str | None:
-    """Check the files from which a VRT takes its pixels, and those of VRT files among them.
+    """Check the files from which a VRT takes its pixels, and the sources of VRT files among them.
 
     Args:
         path: a file, whose name says whether it is a VRT.

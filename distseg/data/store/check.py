@@ -176,7 +176,7 @@ def _wrong_labels(
 
 
 def _wrong_counts(store: Store, name: str, counts: ClassCounts) -> Iterator[str]:
-    """Yield a line if the stored counts of an image differ from ``counts``, those of its labels."""
+    """Yield a line if the stored class counts of an image differ from the counts of its labels."""
     words = f"{store.path} is damaged: the counts of image {name!r}"
     try:
         table = store.block_counts(name)

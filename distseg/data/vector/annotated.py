@@ -222,7 +222,7 @@ def _image(path: Path, coco: Coco, grid: ImageGrid) -> dict:
 
 
 def check_listed(path: Path, images: Sequence[Path]) -> None:
-    """Refuse a COCO file that lists fewer images of a file name than there are.
+    """Refuse a COCO file with fewer entries for a file name than there are files of this name.
 
     Args:
         path: a file of annotations; other files than COCO files are accepted.

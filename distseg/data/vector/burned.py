@@ -137,13 +137,16 @@ def _directions(grid: ImageGrid) -> np.ndarray:
 def _rings_near(polygons: Polygons, at: int, block: Box) -> list[np.ndarray]:
     """Return the rings of a polygon, without corners that do not matter in a block.
 
-    A sequence of corners on one side of the block (above, below, left or right) is replaced by its
-    first and its last corner, so a coast of a million corners is fast. The pixels of the block stay
-    the same. Edges above and below cross no row of the block. On the left or right, a pixel is
-    inside if its row crosses an odd number of edges on this side, and the straight edge between the
-    ends of a path is crossed an odd number of times if the path is. A ring with a horizontal edge
-    on pixel centres keeps all corners, because the pixels on this edge depend on the direction of
-    the whole ring.
+    A path of corners on one side of the block (above, below, left or right) is replaced by the
+    straight edge from its first to its last corner. So a coast of a million corners is drawn fast.
+    The pixels of the block stay the same:
+
+    - above and below the block, edges cross no row of the block;
+    - on the left or right, a pixel is inside if its row crosses an odd number of edges. A row that
+      crosses a path an odd number of times also crosses the straight edge.
+
+    A ring with a horizontal edge on pixel centres keeps all corners, because the pixels on this
+    edge depend on the direction of the whole ring.
 
     Args:
         polygons: the polygons, in columns and rows of the image.

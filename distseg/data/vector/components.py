@@ -114,8 +114,8 @@ class Labeller:
 
         Args:
             roots: (runs,) for each run, the smallest index of a run that is connected with it.
-            runs: runs of pixels: first those of the row above the strip, if ``above`` is 1, then
-                those of the strip.
+            runs: runs of pixels: first the runs of the row above the strip, if ``above`` is 1, then
+                the runs of the strip.
             above: 1 if there is a row above the strip, else 0.
         """
         ids = np.full(len(roots), NONE, np.int64)

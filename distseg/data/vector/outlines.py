@@ -245,8 +245,8 @@ class Outlines:
         """Write closed rings to the scratch file.
 
         Args:
-            rings: the rings, sorted by object, and those of one object by their last corner in
-                reading order, the last one first.
+            rings: the rings, sorted by object. The rings of one object are sorted by their last
+                corner in reading order, the last one first.
         """
         ids = np.union1d(self._ids, np.concatenate([rings.ids, self._open.ids]))
         known = np.searchsorted(ids, self._ids)

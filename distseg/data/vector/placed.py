@@ -1,7 +1,7 @@
 """Place the polygons of a vector file on the pixels of an image.
 
-Corners are reprojected to the CRS of the image, and then converted to columns and rows by GDAL's
-formula, so that a drawing by GDAL of the whole image has the same pixels.
+Corners are reprojected to the CRS of the image. GDAL's formula then converts them to columns and
+rows. So the pixels are the same as if GDAL drew the polygons on the whole image.
 """
 
 from __future__ import annotations

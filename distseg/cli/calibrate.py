@@ -15,7 +15,7 @@ from distseg.planning.rates import ARITHMETIC
 from distseg.report.tables import table
 from distseg.runtime.precision import fast_bf16
 
-_LATENCY, _LINK = 2e-5, 2e9  # guesses, if one rank measures
+_LATENCY, _LINK = 2e-5, 2e9  # used if a single rank measures
 _FOR_OPERATIONS = 0.7  # share of the time in which operations are measured
 
 

@@ -28,7 +28,7 @@ from distseg.report.tables import table
 from distseg.training.checkpoint.files import FOLDER, find
 
 EVALUATIONS = "evaluation"  # subfolder of a run
-_WORST = 5  # images on the screen
+_WORST = 5  # images that are listed on the screen
 _CLASSES = 12  # a confusion matrix of more classes is only written to the file
 
 

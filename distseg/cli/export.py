@@ -74,7 +74,7 @@ def export(
     least = 1 if own.pad is None else own.pad + 1
     program, files = None, [folder / "export.json"]
     for name in ("model.safetensors", "model.pt2", "model.onnx"):
-        (folder / name).unlink(missing_ok=True)  # of an earlier export, perhaps of another run
+        (folder / name).unlink(missing_ok=True)  # left by an earlier export, perhaps of another run
     facts = {key: data[key] for key in ("classes", "mean", "std")} | {
         "bands": manifest["channels"][0],
         "outputs": manifest["channels"][1],

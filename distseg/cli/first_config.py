@@ -27,10 +27,10 @@ from distseg.planning.machine import Machine
 from distseg.planning.mesh_search import MeshLayout, Planner, Prediction
 from distseg.training.conflicts import check_norms
 
-_LEAST_CELLS = 6  # per dim of the feature map at the bottom of a U-Net
-_MEMORY_SHARE = 0.5  # of a rank's memory; the rest is for reading, evaluation and other programs
+_LEAST_CELLS = 6  # cells per dim of a U-Net's smallest feature map
+_MEMORY_SHARE = 0.5  # share of a rank's memory for a step; the rest is for reading and evaluation
 _EPOCHS, _LEAST_EPOCHS = 100, 5
-_LEAST_CROPS = 64  # in an epoch
+_LEAST_CROPS = 64  # crops in an epoch
 _VALIDATIONS = 10
 _RARE = 0.02  # share of pixels below which crops are placed near a class
 _UNEVEN = 3  # ratio of the counts of two classes from which classes get weights

@@ -8,7 +8,7 @@ from pathlib import Path
 from distseg.config.settings import MeshBase
 from distseg.report.disk import check_replaceable
 
-MOST = 10**6  # of flags that count
+MOST = 10**6  # largest value of a flag that is a count
 
 
 def check_given(mesh: MeshBase, command: str) -> None:

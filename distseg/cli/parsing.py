@@ -118,7 +118,7 @@ def parse(parser: Parser, arguments: list[str], given: list[Setting] | None = No
         if flag == "--mesh=auto" or (flag, value) == ("--mesh", "auto"):
             arguments[place] = flag.replace("--mesh", "--mesh.layout")
     if completing():
-        parser.add_argument("file", nargs="?")  # the first argument
+        parser.add_argument("file", nargs="?")  # the first argument of the command
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
     if HELP & set(arguments):

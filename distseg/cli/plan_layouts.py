@@ -63,14 +63,14 @@ from distseg.training.programs import StepPrograms
 from distseg.training.verify import RandomImages, own_pieces, prepare
 
 HERE = "here"
-_SECONDS = 2.0  # of a timed step
+_SECONDS = 2.0  # duration of a timed step
 # A step with fewer bytes of activations does not show how much of the memory lies in gaps.
 _ENOUGH = 32e6
 # Gaps grow a little in later steps, and small tiles have more (benchmarks/layout_memory.py).
 _MARGIN, _SLACK = 1.03, 32e6
-_SPREAD = 2.0  # bytes taken for a byte of activations, if not measured
+_SPREAD = 2.0  # bytes that a process takes for a byte of activations, if not measured
 _SHOWN = 10
-_STREAMED = 0.9  # of a rank's memory is given to streaming, if no layout fits without it
+_STREAMED = 0.9  # share of a rank's memory for streaming, if no layout fits without it
 _LIMITS = "reading images is not counted, and no message overlaps with computation"
 
 

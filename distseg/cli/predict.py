@@ -128,7 +128,7 @@ def run_predict(
         sizes, decoding, notes, results = {}, {}, [], []
         for opened in (
             sources.values() if world.rank == 0 else ()
-        ):  # all of them, before the first is computed
+        ):  # refuse any image before the first is computed
             source = opened()
             sizes[source.size] = source.name
             decoding[source.decoding] = source.name

@@ -34,7 +34,7 @@ from distseg.training.checkpoint.files import FOLDER, find, read_manifest, read_
 from distseg.training.resume import position_of
 
 _ROWS = 1000  # images in the table
-_CLASSES = 40  # of a confusion matrix
+_CLASSES = 40  # most classes of a confusion matrix that is shown
 _LINES = 12  # classes in a chart
 _POINTS = 200  # validations in a chart that are marked by symbols
 _KEYS = {"split": str, "store": str, "checkpoint": str, "network": dict, "images": list}

@@ -57,7 +57,7 @@ def _with_setting(text: str, section: str, field: str, value: str) -> str:
         space = " " * text[:start].endswith(":")
         return text[:start] + space + value + text[_end(known) :]
     start = content.start_mark.index
-    if not isinstance(content, yaml.MappingNode):  # a section without fields
+    if not isinstance(content, yaml.MappingNode):  # the section has no fields
         return f"{text[:start]}\n  {field}: {value}{text[start:]}"
     if content.flow_style:
         comma = ", " if content.value else ""

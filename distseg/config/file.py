@@ -24,14 +24,14 @@ from distseg.config.refusal import SettingError
 from distseg.config.settings import Config
 from distseg.config.spelling import closest
 
-MOST_BYTES = 2**18  # a usual config has a few thousand
+MOST_BYTES = 2**18  # largest size of a file; a usual config has a few thousand bytes
 _DEEPEST = 4  # root, section, list; one more level is parsed, so that an error can name its line
 _TAGS = {
     f"tag:yaml.org,2002:{kind}"
     for kind in ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merge", "value")
 }
 _WORD = re.compile(r"[\w.+-]+")  # text that needs no quotes in a list
-_NAMES = re.compile(r"[^\W\d][\w .:+-]*(,\s*[^\W\d][\w .:+-]*)*")  # names between commas
+_NAMES = re.compile(r"[^\W\d][\w .:+-]*(,\s*[^\W\d][\w .:+-]*)*")  # names separated by commas
 
 
 @dataclass(frozen=True)

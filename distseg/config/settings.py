@@ -33,7 +33,7 @@ def to_sizes(section, *names: str) -> None:
 
 
 _LARGEST = 2**63 - 1  # largest integer that files and other programs can store
-_MOST_IMAGES = 10**6  # per step
+_MOST_IMAGES = 10**6  # largest number of images of a step
 
 
 def _name(section, field: str) -> str:

@@ -44,7 +44,7 @@ from distseg.tiling.tile import Box, strips
 
 _LARGEST_PNG = 1 << 28  # pixels; Pillow needs all of them in memory
 _KEY = "distseg_identity"
-_NO_DATA = (154, 154, 154)  # a grey
+_NO_DATA = (154, 154, 154)  # colour of pixels without data
 _GDAL_CACHE = 64  # MB of blocks that GDAL keeps; its own default is 5 % of the memory
 
 

@@ -35,7 +35,7 @@ from distseg.report.tables import table
 from distseg.tiling.tile import Box, strips
 
 _STRIP_BYTES = 64 << 20
-_STRIP_PIXELS = 4 << 20  # counting classes takes about 40 bytes of memory per pixel
+_STRIP_PIXELS = 4 << 20  # pixels of a strip; counting the classes of a pixel takes about 40 bytes
 _LONG = 1 << 30  # with more pixels in all masks, checking the masks shows its progress
 
 

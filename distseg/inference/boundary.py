@@ -34,9 +34,9 @@ from distseg.tiling.tile import Box, strips
 # Rows of the counts of a class.
 _BOTH, _TRUE, _FOUND, _TRUE_LINE, _TRUE_NEAR, _FOUND_LINE, _FOUND_NEAR = range(7)
 ROWS = 7
-KINDS = ("boundary_iou", "boundary_f1")  # the scores
+KINDS = ("boundary_iou", "boundary_f1")  # names of the scores
 _STRIP = 1 << 18  # pixels that are counted at once
-_BELOW, _ABOVE = -1, 1 << 14  # less and more than every class number
+_BELOW, _ABOVE = -1, 1 << 14  # numbers below and above every class number
 
 
 def boundary_counts(
@@ -192,7 +192,7 @@ class BoundaryCounter:
 
     def __post_init__(self) -> None:
         self.counts = np.zeros((ROWS, self.classes), np.int64)
-        self._added = 0  # pixels
+        self._added = 0  # pixels of the tiles that were added
 
     @property
     def complete(self) -> bool:

@@ -187,7 +187,7 @@ def area_under_curve(scores: np.ndarray, positive: np.ndarray) -> float | None:
     _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(count) - (count - 1) / 2)[
         place
-    ]  # from 1 on; equal scores share their mean rank
+    ]  # ranks from 1 on; equal scores share their mean rank
     return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m))
 
 

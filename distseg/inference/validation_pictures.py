@@ -14,7 +14,7 @@ from distseg.report.overlay import errors_over_grey
 from distseg.report.style import UNLABELLED, class_colors
 from distseg.tiling.tile import Box
 
-_IMAGES = 2  # the first images of the split
+_IMAGES = 2  # number of images; the first ones of the split
 _SIDE = 384  # longest side of a panel, in pixels
 _GAP = 4  # pixels between two panels
 

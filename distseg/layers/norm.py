@@ -134,7 +134,7 @@ class DistributedNorm(nn.Module):
         return not (self.tracks and (self.frozen or not self.training))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == 2:  # a vector in a user's own module
+        if x.dim() == 2:  # a vector (N, C) in a user's own module
             return self.joint([x[:, :, None]])[0][:, :, 0]
         return self.joint([x])[0]
 
@@ -343,7 +343,7 @@ class DistributedNorm(nn.Module):
                 index if self.kind == "batch" else before + b
                 for b in range(len(images) * self.frames)
             ]
-        if self.frames > 1:  # a batch norm
+        if self.frames > 1:  # only a batch norm has frames
             return [0] * len(images) * self.frames
         return [0 if self.kind == "batch" else image for image in images]
 

@@ -132,7 +132,7 @@ def _picked(made: Any, name: str, x: Tensor) -> Tensor:
     elif name in there:
         found = made[int(name)]
     elif isinstance(made, tuple):
-        found = getattr(made, name, None)  # of a named tuple
+        found = getattr(made, name, None)  # a field of a named tuple
     if not isinstance(found, Tensor):
         has = f"a {type(found).__name__}" if found is not None else "no tensor"
         raise WrongEnds(

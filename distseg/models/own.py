@@ -242,7 +242,7 @@ def _make_lazy(name: str, model: nn.Module) -> None:
     model.train(training)
 
 
-_LAZY_SIDE = 64  # pixels
+_LAZY_SIDE = 64  # side in pixels of the image for the first forward pass
 
 
 def _check_leaves(name: str, model: nn.Module) -> None:

@@ -99,7 +99,7 @@ def _cheapest(costs: Sequence[np.ndarray], combine: Callable) -> tuple[float, li
     best, starts = costs[0][:, 0], []
     ends = np.arange(len(best))
     for stage in costs[1:]:
-        total = combine(best, stage)  # (b, a)
+        total = combine(best, stage)  # indexed [b, a]
         starts.append(total.argmin(1))
         best = total[ends, starts[-1]]
     cuts = [len(best) - 1]

@@ -135,7 +135,7 @@ class PipelineTimes:
                     sent = self._starts[source] + self.forward[source] + (m - 1) * seconds
                     latest = max(latest, max(ended[source], sent) + seconds + forward)
             ended.append(latest)
-        begun, done = [0.0] * len(ended), [0.0] * len(ended)  # the same of the backward passes
+        begun, done = [0.0] * len(ended), [0.0] * len(ended)  # starts and ends of backward passes
         for stage in reversed(stages):
             backward, again = self.backward[stage], self.again[stage]
             begun[stage] = ended[stage] + again

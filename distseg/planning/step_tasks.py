@@ -165,7 +165,7 @@ class _Step:
         self.norm_groups = layout.samples if together else 1
         # For each stage and part of its gradients, the tasks after which the part is complete.
         self.gradients: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self.ends: dict[int, tuple[int, ...]] = {}  # of each rank: its last tasks
+        self.ends: dict[int, tuple[int, ...]] = {}  # the last tasks of each rank
         weights = [layer.parameters * work.costs.weight_bytes for layer in work.costs.layers]
         self.weights = [sum(weights[n] for n in part) for part in self.partition.ranges]
         self.parts = [_parts(part, weights, bucket) for part in self.partition.ranges]

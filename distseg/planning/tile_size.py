@@ -192,7 +192,7 @@ class Activations:
             made = self._bytes(number + 1, output_cells, images)
             total += 0 if self._kept_otherwise(number) else made
             if issubclass(self.kinds[number], _POOLS):
-                total += made * 8 / self.itemsize  # indices
+                total += made * 8 / self.itemsize  # indices of the maxima
         return total
 
     def weigh(self, boxes: TilePlan, images: int) -> Weighed:

@@ -148,7 +148,8 @@ def submit(asked, arguments: list[str], read: Callable[[list[str]], Config | Pat
     """
     path, config = config_file(arguments), read(arguments)
     jobs = _Request(asked, path, config, read, _command(arguments)).jobs()
-    scripts = [(job, render(job)) for job in jobs]  # all are made before the first is written
+    # All scripts are made before the first one is written, so that none is left behind an error.
+    scripts = [(job, render(job)) for job in jobs]
     _note_missing_store(config.data.store)
     if not (asked.output or asked.submit):
         print("\n\n".join(script for _, script in scripts), end="")

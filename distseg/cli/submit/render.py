@@ -59,7 +59,7 @@ def _refuse_line_breaks(words: dict[str, object]) -> None:
     """
     for name in (
         *(words.keys() - {"entries", "command"}),
-        "command",  # last, as it repeats the other values
+        "command",  # last, because it contains other values
     ):
         value = words[name]
         if "\n" in "".join(map(str, value if isinstance(value, tuple) else (value,))):

@@ -31,7 +31,7 @@ _DRIVERS = [
     *("JP2ECW", "JP2MrSID", "JPEG2000", "KEA", "KRO", "NITF", "PCIDSK", "PCRaster", "PDS4"),
     *("RMF", "RRASTER", "RST", "SAGA", "SRTMHGT", "USGSDEM", "VRT"),
 ]
-_SOURCE_DRIVERS = ["GTiff", "PNG", "JPEG", "BMP", "WEBP", "GIF", "PNM"]  # only in a VRT
+_SOURCE_DRIVERS = ["GTiff", "PNG", "JPEG", "BMP", "WEBP", "GIF", "PNM"]  # only for sources of a VRT
 _CACHE = 64 << 20  # bytes of blocks that GDAL keeps in memory, instead of 5 % of the memory
 _LOSSY = ("JPEG", "YCBCR JPEG", "WEBP", "LERC", "JPEG2000", "ECW", "MRSID")
 _COLOURS = {("gray",): "grey", ("red", "green", "blue"): "RGB"}

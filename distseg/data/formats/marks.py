@@ -18,7 +18,7 @@ ORIENTATION = 274  # tag of EXIF and of TIFF
 _JPEGS = (6, 7, 99, 33007, 34892)
 _LOSSY_TIFF = {**dict.fromkeys(_JPEGS, "JPEG"), **dict.fromkeys((33003, 33004, 33005), "JPEG 2000")}
 _ALPHA = (1, 2)  # values of the tag ExtraSamples for transparency
-_GDAL_METADATA = 42112  # tag
+_GDAL_METADATA = 42112  # TIFF tag of GDAL's metadata
 _INTERPRETED = re.compile(
     r'<Item name="COLORINTERP" sample="(\d+)" role="colorinterp">(\w+)</Item>'
 )

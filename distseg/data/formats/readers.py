@@ -463,7 +463,7 @@ class PillowReader(Reader):
         if self._array is None:
             self._array = self._unpacked()
             if self.decoding > _LARGE:
-                release_freed_memory()  # the memory that Pillow freed
+                release_freed_memory()  # return the memory that Pillow freed
         return copied(self._array, self._array[(slice(None), *box.slices)])
 
     def _unpacked(self) -> np.ndarray:

@@ -355,7 +355,7 @@ class ChunkedArray:
         self._stored, self._path = stored, path
         self._checked: set[tuple[int, ...]] = set()  # indices of chunks that may be decoded
         zarr = imported_zarr(path)
-        with warnings.catch_warnings():  # codecs that other programs may not know
+        with warnings.catch_warnings():  # on codecs that other programs may not know
             warnings.simplefilter("ignore")
             store = zarr.storage.LocalStore(stored.folder, read_only=True)
             self._array = zarr.open_array(store, mode="r", zarr_format=stored.version)

@@ -254,7 +254,7 @@ class ChunkReader(Chunked):
             )
         super().__init__(dataset.shape, dataset.chunk, dataset.dtype, path, what, leading)
         self._handle, self._packed = handle, dataset.filters == ("gzip",)
-        self._bytes = math.prod(self.chunk) * self.dtype.itemsize  # of an uncompressed chunk
+        self._bytes = math.prod(self.chunk) * self.dtype.itemsize  # bytes of an uncompressed chunk
         self._check_size(os.fstat(handle).st_size)
         self._at, self._sizes, self._masks = self._places(dataset)
         self._sums = None if sums is None else self._read_sums(handle, sums)

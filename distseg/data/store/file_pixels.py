@@ -134,7 +134,7 @@ def merged(boxes: Sequence[Box]) -> list[Box]:
     found = list(boxes)
     for dim in reversed(range(len(found[0].start) if found else 0)):
         done: list[Box] = []
-        last: dict[tuple, Box] = {}  # by the extent along the other dims
+        last: dict[tuple, Box] = {}  # the last box, by its extent along the other dims
         for box in found:
             key = tuple(side for k, side in enumerate(zip(box.start, box.stop)) if k != dim)
             before = last.get(key)

@@ -169,13 +169,13 @@ class Header:
 
     version: int
     classes: list[str]  # names in the order of their labels
-    bands: list[str]  # names
+    bands: list[str]  # names of the bands
     ignore: int  # label of pixels to ignore
     block: int  # pixels along each side of a block in which classes are counted
-    mean: np.ndarray  # (bands,) float64
-    std: np.ndarray  # (bands,) float64
+    mean: np.ndarray  # (bands,) float64, mean of each band
+    std: np.ndarray  # (bands,) float64, standard deviation of each band
     provenance: dict  # where the data come from
-    images: dict[str, Entry]  # by name
+    images: dict[str, Entry]  # index entries of the images, by name
     colours: np.ndarray | None  # (classes, 3) uint8, if label maps had a palette
     digest: str  # differs between stores of different content (version 1: of different headers)
     sums_at: int = 0  # byte of the file at which the chunks' checksums begin

@@ -12,7 +12,7 @@ from distseg.data.formats.base import Reader
 from distseg.data.store.source import Source
 
 MOST_KEPT = 256 << 20  # bytes of decoded pixels of all files that are held open
-_MOST_OPEN = 64  # files
+_MOST_OPEN = 64  # most files that are held open
 
 
 class OpenFiles:

@@ -127,7 +127,7 @@ class StoreWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._finished = False
         with disk_full_errors(self.path):
-            self._lock = locked(self.partial, self.path)  # must come before HDF5 empties the file
+            self._lock = locked(self.partial, self.path)  # taken before HDF5 empties the file
         self._growing = hdf5.Growing(self.path, self._lock.fileno())
         self.file = self._growing.file
         header.begin(self.file)

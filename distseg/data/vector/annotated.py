@@ -193,7 +193,7 @@ def _image(path: Path, coco: Coco, grid: ImageGrid) -> dict:
         ValueError: there is none, there are several, or its size is another one.
     """
     found = coco.images.get(_plain(grid.path.name), [])
-    if len(found) > 1:  # images of several folders
+    if len(found) > 1:  # images of one name in several folders
         ends = unicodedata.normalize("NFC", f"/{grid.path.as_posix()}")
         names = [_slashed(one["file_name"]) for one in found]
         fit = [name for name in names if ends.endswith("/" + name)]

@@ -17,7 +17,7 @@ from distseg.data.vector.world import World
 _DIGITS = 8  # decimals of degrees; the last one is about a millimetre
 _BATCH = 1 << 16  # corners that are transformed at a time, and most corners of a batch's object
 _HALF_CIRCLE = 180.0  # degrees; a longer edge crosses the antimeridian
-_EPSILON = 1e-9  # degrees
+_EPSILON = 1e-9  # tolerance of a longitude in degrees
 _IDENTITY = re.compile(rb'"distseg_identity": "([0-9a-f]*)"')
 _HEAD = 4096  # bytes that are searched for the identity
 

@@ -18,7 +18,7 @@ import numpy as np
 from distseg.data.vector.features import Feature, Ring
 from distseg.data.vector.world import World
 
-_APPLICATION, _VERSION = 0x47504B47, 10301  # "GPKG", 1.3.1
+_APPLICATION, _VERSION = 0x47504B47, 10301  # ids of SQLite files: "GPKG", and version 1.3.1
 _OWN_CRS = 100_000  # srs_id of a CRS without an EPSG code
 _CHANGED = "1970-01-01T00:00:00.000Z"  # a fixed time, so that equal results are equal files
 _BATCH = 1 << 20  # bytes of rows that are inserted at a time, and of a geometry's part in memory
@@ -165,7 +165,7 @@ class _Rows:
     def __init__(self, file: sqlite3.Connection):
         self._file = file
         self._rows: list[tuple] = []
-        self._bytes = 0  # of the geometries of the rows
+        self._bytes = 0  # bytes of the geometries of the rows
 
     def add(self, found: Feature, header: bytes) -> None:
         """Add an object, whose geometry begins with ``header``.

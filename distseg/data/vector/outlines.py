@@ -256,7 +256,7 @@ class Outlines:
         rings = rings.take(np.arange(len(rings.ids))[::-1])
         of = np.searchsorted(ids, rings.ids)
         at = self._file.count + 3 * np.arange(len(of))
-        first = np.diff(of, prepend=-1) != 0  # of its object, among these rings
+        first = np.diff(of, prepend=-1) != 0  # True for an object's first ring among these
         previous = np.where(first, table[0][of], at - 3)
         self._file.append(np.stack([previous, rings.head, rings.corners], 1).ravel())
         table[0][of] = at  # the last one of each object stays

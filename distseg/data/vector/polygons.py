@@ -145,7 +145,8 @@ class _Tracer:
         self._outlines = Outlines(width, left, folder)
         self._open = np.zeros(0, np.int64)  # numbers of the objects that have outlines
         none = np.zeros(0, np.int64)
-        self._sums = [Sums(none, none, none, np.zeros(0))]  # of open objects, then of strips
+        # The sums of open objects, then the sums of strips.
+        self._sums = [Sums(none, none, none, np.zeros(0))]
         self._waiting: list[Edges] = []
         self.strips = self.edges = 0
 

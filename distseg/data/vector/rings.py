@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 RIGHT, DOWN, LEFT, UP = range(4)
-_OUTSIDE = -1  # id outside the map
+_OUTSIDE = -1  # id of cells outside the map
 # Order of the edges that arrive at (or leave) a corner where pixels of an object meet diagonally.
 _ARRIVES = np.array([0, 0, 1, 1])  # right before left; down before up
 _LEAVES = np.array([0, 1, 1, 0])  # up before down; right before left

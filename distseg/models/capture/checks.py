@@ -276,7 +276,7 @@ def check_module(
     ) from failed
 
 
-_TRIED = (64, 96, 256)  # sides in pixels
+_TRIED = (64, 96, 256)  # sides in pixels of the images that are tried first
 # Sizes and modes for which a module has passed the checks.
 _checked: WeakKeyDictionary[nn.Module, set[tuple]] = WeakKeyDictionary()
 

@@ -483,7 +483,7 @@ class _Recorder(TorchFunctionMode):
             self._assign(args[0], args[1], args[2])
             return result
         if not made and not changed:
-            return result  # such as a size or a type
+            return result  # no tensor, but a size or a type
         if name.endswith("data.__get__"):
             function, name = Tensor.detach, "detach"
             self._apart.setdefault(_memory(result), {})[id(result)] = user_line()

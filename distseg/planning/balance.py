@@ -6,8 +6,8 @@ split exactly. Let B[s, b] be the smallest possible maximum for the layers befor
     B[s, b] = min over a < b of max(B[s-1, a], cost of layers a..b-1 on stage s)
 
 Costs are tables: ``table[a, b]`` belongs to layers a..b-1. So the same code serves for seconds and
-for bytes. The seconds of these layers are the sum over the layers. Their bytes are no such sum, and
-they depend on the stage: under 1F1B early stages hold more micro-batches.
+for bytes. The seconds of layers a..b-1 are the sum over these layers. Their bytes are not a sum,
+and depend on the stage: under 1F1B early stages hold more micro-batches.
 This module also has other splits, for comparison.
 """
 

@@ -101,7 +101,7 @@ class Georeference:
 
     @property
     def _has_affine(self) -> bool:
-        """True if the tags hold a matrix for the middles of pixels."""
+        """True if the tags hold a matrix for the centres of pixels."""
         return len(dict(self.tags).get(_MATRIX, ())) == 16 and self._points
 
     @property
@@ -117,7 +117,7 @@ class Georeference:
     def _matrix(self) -> list[list[float]] | None:
         """The affine matrix (4, 4) from pixels to the world; None if the tags define none.
 
-        It maps the middles of pixels if the tags hold a matrix for these, else their upper left
+        It maps the centres of pixels if the tags hold a matrix for these, else their upper left
         corners.
         """
         if self._has_affine:
@@ -173,7 +173,7 @@ def of_matrix(matrix: Sequence[Sequence[float]], unit: float | None = MILLIMETER
     """Return the georeference of a volume, or of a microscope's image, with this affine.
 
     Args:
-        matrix: (4, 4), from (x, y, z) of a voxel's middle to the world, such as a NIfTI file has.
+        matrix: (4, 4), from (x, y, z) of a voxel's centre to the world, such as a NIfTI file has.
         unit: metres in the world's unit of length; None if it is unknown.
     """
     numbers = tuple(float(n) for row in matrix for n in row)
@@ -300,7 +300,7 @@ def with_world_file(place: Georeference | None, path: Path) -> Georeference | No
     world = _world(path)
     if world is None:
         return place
-    a, d, b, e, x, y = world  # x and y of the middle of the first pixel
+    a, d, b, e, x, y = world  # x and y of the centre of the first pixel
     matrix = (a, b, 0.0, x - (a + b) / 2, d, e, 0.0, y - (d + e) / 2, *(0.0,) * 4, *(0.0,) * 3, 1.0)
     return Georeference((*(place.tags if place else ()), (_MATRIX, matrix)))
 

@@ -38,7 +38,7 @@ class Multiscale:
         level: the path of the array of this level, relative to the image.
         axes: the names of the array's axes, such as ("t", "c", "z", "y", "x").
         scale: the distance of two pixels along each axis.
-        translation: the position of the middle of the first pixel along each axis.
+        translation: the position of the centre of the first pixel along each axis.
         unit: metres in the unit of the spatial axes; None if the file does not say.
         placed: True if the file gives the spatial axes a scale, a translation or a unit.
         notes: phrases after the image's name in messages.
@@ -59,7 +59,7 @@ class Multiscale:
 
     @property
     def matrix(self) -> list[list[float]]:
-        """The affine (4, 4) from (x, y, z) of a pixel's middle to the unit of the axes."""
+        """The affine (4, 4) from (x, y, z) of a pixel's centre to the unit of the axes."""
         found = [[float(row == column) for column in range(4)] for row in range(4)]
         for row, name in enumerate(reversed(_SPACE)):
             if name in self.axes:

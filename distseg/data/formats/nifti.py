@@ -27,12 +27,12 @@ class NiftiReader(VoxelReader):
     Args:
         path: the file.
         dims: number of spatial dims; by default 3, or 2 for a single slice.
-        scratch: folder for the unpacked voxels of a packed file.
+        scratch: folder for the unpacked voxels of a file compressed by gzip.
         labels: True for a label map: voxels are returned as integers, even if they are stored as
             floats.
 
     Attributes:
-        place: the affine of the file as a georeference. It maps (x, y, z) of a voxel's middle to
+        place: the affine of the file as a georeference. It maps (x, y, z) of a voxel's centre to
             millimetres.
     """
 
@@ -61,7 +61,7 @@ def write_nifti(
     identity: str,
     advance: Callable[[int], None],
 ) -> None:
-    """Write a class map of a volume as packed NIfTI, slice by slice.
+    """Write a class map of a volume as NIfTI compressed by gzip, slice by slice.
 
     Args:
         path: the file to write.

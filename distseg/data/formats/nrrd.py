@@ -124,7 +124,7 @@ def _check(path: Path, header: Mapping[str, Any]) -> None:
     """Refuse kinds of NRRD files that distseg does not read.
 
     Raises:
-        ValueError: the voxels are in another file, are not stored as they are or packed by gzip, or
+        ValueError: the voxels are in another file, are neither raw nor compressed by gzip, or
             do not follow the header.
     """
     if lacking := [key for key in ("type", "dimension", "sizes", "encoding") if key not in header]:
@@ -228,7 +228,7 @@ def write_nrrd(
     identity: str,
     advance: Callable[[int], None],
 ) -> None:
-    """Write a class map of a volume as NRRD, packed by gzip.
+    """Write a class map of a volume as NRRD, compressed by gzip.
 
     Args:
         path: the file to write.

@@ -122,7 +122,7 @@ def _blocks(shape: Sequence[int]) -> list[int]:
 def _lower_level(array: Any, above: _Level, blocks: Sequence[int], nodata: int) -> _Level:
     """Fill the array of a level from the level above, and return the level.
 
-    The middle of its first pixel is the middle of the block of pixels that it covers.
+    The centre of its first pixel is the centre of the block of pixels that it covers.
     """
     for part in _shards(array):
         shard = np.empty([at.stop - at.start for at in part], array.dtype)

@@ -30,7 +30,7 @@ class VoxelReader(Reader):
 
     Args:
         path: the file.
-        scratch: folder for the unpacked voxels of a packed file.
+        scratch: folder for the unpacked voxels of a file compressed by gzip.
         labels: True for a label map: voxels are returned as integers, even if they are stored as
             floats.
     """
@@ -112,7 +112,7 @@ class VoxelReader(Reader):
         return np.memmap(self.path, self._stored, "r", self._offset, (count,))
 
     def _unpacked(self) -> np.ndarray:
-        """Return all stored voxels of a packed file, unpacked into a scratch file."""
+        """Return all stored voxels of a compressed file, unpacked into a scratch file."""
         array = mapped_array((self._bytes,), np.dtype(np.uint8), self._scratch)
         if array is None:
             check_memory(
@@ -132,7 +132,7 @@ class VoxelReader(Reader):
         return array.view(self._stored)
 
     def _fill(self, array: np.ndarray, file: gzip.GzipFile) -> None:
-        """Fill an array of bytes from a packed file.
+        """Fill an array with the unpacked bytes of a compressed file.
 
         Raises:
             EOFError: the file has too few bytes.
@@ -175,16 +175,16 @@ def volume_size(spatial: tuple[int, ...], dims: int | None) -> tuple[int, ...]:
 def write_packed(
     path: Path, header: bytes, inside: bytes, found: np.ndarray, advance: Callable[[int], None]
 ) -> None:
-    """Write a class map of a volume, packed by gzip, slice by slice.
+    """Write a class map of a volume, compressed by gzip, slice by slice.
 
     Args:
         path: the file to write.
-        header: bytes before the packed ones.
-        inside: bytes to pack before the voxels.
+        header: bytes before the compressed ones.
+        inside: bytes to compress before the voxels.
         found: classes (z, y, x) uint8.
         advance: called after each slice with its number of voxels.
     """
-    # No name and no time in the packed file, so that equal results are equal files.
+    # No name and no time in the gzip header, so that equal results are equal files.
     with open(path, "wb") as raw:
         raw.write(header)
         with gzip.GzipFile("", "wb", 6, raw, mtime=0) as file:

@@ -230,6 +230,52 @@ def test_an_average_of_the_weights(comm):
     assert average.module.predict(images(0, 1)[0]).shape == (2, 4, 34, 46)
 
 
+class Backwards(nn.Module):
+    """A net whose layers of equal shapes are made in another order than they are called in."""
+
+    def __init__(self):
+        super().__init__()
+        self.second, self.first = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+        self.after, self.before = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.after(self.second(self.before(self.first(x))))
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_an_average_has_the_names_and_the_order_of_the_module(buffers):
+    plain = Backwards().double()
+    model = distseg.distribute(copy.deepcopy(plain), distseg.init_mesh())
+    ours, theirs = (
+        torch.optim.swa_utils.AveragedModel(m, use_buffers=buffers) for m in (model, plain)
+    )
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    with torch.no_grad():
+        for m in (model, plain):
+            for number, tensor in enumerate([*m.parameters(), *m.buffers()]):
+                tensor.fill_(number)
+    ours.update_parameters(model)
+    theirs.update_parameters(plain)
+    state, wanted = ours.state_dict(), theirs.state_dict()
+    assert [*state] == [*wanted] and all(torch.equal(state[n], wanted[n]) for n in wanted)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_module_around_it_loads_its_state(comm):
+    axes = dict(stages=2) if comm.size == 2 else dict()
+    around = nn.ModuleDict({"net": model_on(comm, **axes), "own": nn.Linear(1, 1)})
+    plain = nn.ModuleDict({"net": network(nn.InstanceNorm2d), "own": nn.Linear(1, 1)})
+    wanted = {name: torch.full_like(t, n) for n, (name, t) in enumerate(plain.state_dict().items())}
+    assert not any(around.load_state_dict(wanted))
+    found = around["net"].whole_state_dict()
+    assert all(torch.equal(t, wanted[f"net.{name}"]) for name, t in found.items())
+    name = f"net.{next(iter(around['net'].state_dict()))}"
+    wrong = {"net.more" if n == name else n: t for n, t in wanted.items()}
+    assert around.load_state_dict(wrong, strict=False) == ([name], ["net.more"])
+    with pytest.raises(ValueError, match="leave assign out"):
+        around.load_state_dict(wanted, assign=True)
+
+
 @pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize(
     "schedule",

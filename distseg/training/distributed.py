@@ -76,6 +76,11 @@ class DistributedModel(nn.Module):
         super().__init__()
         self._order = {name: number for number, name in enumerate(order)}
         self.network, self.engine, self.mesh = network, engine, engine.mesh
+        # A module that contains this one, such as AveragedModel, lists tensors through these two
+        # dicts. It passes over the same tensors of the network's layers, whose order is that of the
+        # calls.
+        self._parameters.update(self.named_parameters())
+        self._buffers.update(self.named_buffers())
         self.epoch = 0
         """Number of the current epoch, on which the masks of dropout depend."""
         self.images_seen = 0
@@ -187,11 +192,7 @@ class DistributedModel(nn.Module):
         """
         own = self.state_dict(keep_vars=True)
         with raise_jointly(self.mesh.world):
-            if assign:
-                raise ValueError(
-                    "assign=True would give the model tensors that its optimizer does not update: "
-                    "leave assign out"
-                )
+            self._check_assign(assign)
             for name, tensor in own.items():
                 if name not in state_dict:
                     if strict:
@@ -219,6 +220,33 @@ class DistributedModel(nn.Module):
                 tensor.copy_(state_dict[name])
         broadcast(self.network, self.mesh.replicas)
         return nn.modules.module._IncompatibleKeys(sorted(lacking, key=self._position), unexpected)
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors
+    ) -> None:
+        """Add the tensors of a state dict under the names of the network's layers, which load them.
+
+        PyTorch calls it in ``load_state_dict`` of a module that contains this one.
+
+        Raises:
+            ValueError: the state dict is loaded with ``assign=True``.
+        """
+        self._check_assign(local_metadata.get("assign_to_params_buffers", False))
+        names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+        unexpected += [prefix + name for name in names if name not in self._order]
+        for name, own in self.network.state_dict().items():
+            given = prefix + user_name(name, self.network)
+            if given not in state_dict and given.removeprefix(prefix) in self._order:
+                missing.append(given)
+            state_dict[f"{prefix}network.{name}"] = state_dict.get(given, own)
+
+    def _check_assign(self, assign: bool) -> None:
+        """Refuse a state dict whose tensors would replace those that the optimizer updates."""
+        if assign:
+            raise ValueError(
+                "assign=True would give the model tensors that its optimizer does not update: "
+                "leave assign out"
+            )
 
     def train(self, mode: bool = True) -> DistributedModel:
         """Set training or evaluation mode of the layers, and return the model.

@@ -267,7 +267,7 @@ class DistributedNorm(nn.Module):
         return y if self.slope == 1 else F.leaky_relu_(y, self.slope)
 
     def _local(self, x: Tensor) -> Tensor:
-        """Compute the norm of whole images by PyTorch's functions, and note its statistics."""
+        """Compute the norm of whole images by PyTorch's functions; note a batch norm's sums."""
         if self.kind == "group":
             return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
         # Batch norm of one image at a time: PyTorch's instance norm is slow in channels_last.

@@ -204,9 +204,9 @@ def _nearest(
     device: str,
     last: bool,
 ) -> tuple[_Share, _Share]:
-    """Return the same as :func:`_shares_of` for the kernels nearest and nearest-exact.
+    """Return the sums of :func:`_shares_of` for the kernels nearest and nearest-exact.
 
-    The arguments after ``span`` are those of :func:`nearest_places`.
+    ``span`` holds the cells of the dim; the other arguments are those of :func:`nearest_places`.
     """
     places = nearest_places(kernel, factor, span.n, span.m, dims, dim, dtype, device, last)[
         span.start : span.stop

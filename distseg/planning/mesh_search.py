@@ -642,7 +642,7 @@ class Planner:
         )
 
     def _tile_work(self, grid: Size, exchange: str) -> TileWork:
-        """Return the work of the slowest tile of a grid; ``exchange`` is that of the layout."""
+        """Return the work of the slowest tile of a grid, for one way to exchange halos."""
         work, layers = self.work, len(self.work.costs.layers)
         none = ((0.0, 0),) * layers
         if grid.volume == 1:

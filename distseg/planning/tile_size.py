@@ -350,7 +350,7 @@ class BudgetTiling:
         return self._found[key]
 
     def _size(self, layout: Layout, segment: Segment, result: Box, images: int) -> tuple[int, ...]:
-        """Return the tile size with the least estimated time, as a call of this object does."""
+        """Return the tile size that fits the budget and takes the least estimated time."""
 
         @cache
         def judged(size: tuple[int, ...]) -> tuple[float, float]:

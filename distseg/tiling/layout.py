@@ -162,7 +162,7 @@ class Layout:
         return self._parts[number, cell]
 
     def _part(self, number: int, cell: tuple[int, ...]) -> LayerView:
-        """Compute the result of :meth:`part`."""
+        """Return the boxes of one tile at one node, as :meth:`part` does, without its cache."""
         needs, source = [need[number] for need in self._needs], self.graph[number].first
 
         def box(field: str) -> Box:

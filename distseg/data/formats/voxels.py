@@ -52,7 +52,8 @@ class VoxelReader(Reader):
         Args:
             stored: the dtype of the stored numbers.
             offset: the position of the first voxel, in the file or in the unpacked bytes.
-            packed: the position of the packed bytes (gzip) in the file; None if not packed.
+            packed: the position of the compressed bytes (gzip) in the file; None if the voxels
+                are not compressed.
             scale: (slope, intercept), which are applied to the stored numbers; None
                 if the file has none.
             last: True if the bands of a voxel lie side by side; False if each band is a volume.

@@ -279,6 +279,8 @@ class ChunkReader(Chunked):
     def _stored(self, index: tuple[int, ...]) -> memoryview:
         """Return the bytes of a chunk as they lie in the file, usually compressed.
 
+        The next call in the same thread overwrites them.
+
         Args:
             index: the position of the chunk in the grid of chunks.
         """

@@ -107,7 +107,7 @@ class Readings(TorchFunctionMode):
 
 
 def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
-    """Do nothing to a dropout layer's input, but refuse one to which no mask of an image fits.
+    """Return the input of a dropout layer unchanged; refuse one that is no batch of the images.
 
     It replaces ``forward`` of dropout layers in the trace.
 

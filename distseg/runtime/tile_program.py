@@ -536,7 +536,7 @@ class _Fronts:
         )
 
     def _is_made(self, tensor_id: int, block: int, rows: Span) -> bool:
-        """True if the rows of a map that a row of tiles reads are made, or come from elsewhere.
+        """True if rows of a map are made already, or if no segment in ``bands`` makes them.
 
         Args:
             tensor_id: the number of the map.
@@ -619,6 +619,7 @@ class _Fronts:
 
 
 def _bands(plan: StagePlan, segment: int) -> list[_Band]:
+    """Return all rows of tiles of a segment, in the order in which they are computed."""
     found = []
     for block in range(plan.blocks):
         for rows, boxes in groupby(

@@ -32,7 +32,7 @@ class Reader:
     notes: tuple[str, ...] = ()  # phrases after the file's name in messages: what is not read, ...
     decoding = 0  # bytes of memory that the first read takes, if it decodes the whole file
     kept = 0  # bytes of decoded pixels that the reader keeps; 0 if it decodes each box anew
-    block_rows = 1  # rows of a tile or chunk of the file; 1 if reading a part of it decodes no more
+    block_rows = 1  # rows of a tile or chunk that is decoded as a whole for every box; 1 without
     place: Georeference | None = None
     palette: np.ndarray | None = None  # (entries, 3) uint8: the colours of a label map's numbers
     stack = False  # True if its many bands might be slices of a volume, or images

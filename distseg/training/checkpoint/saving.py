@@ -194,7 +194,7 @@ class Checkpoints(SilentCheckpoints):
     # The writing thread.
 
     def _begin(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread; its error is kept for the next call of the main thread."""
+        """Run ``work`` in a thread; its error is kept for :meth:`check`."""
 
         def run() -> None:
             try:

@@ -88,6 +88,7 @@ class GradientSums:
             self._passed(p)
 
     def _passed(self, p: nn.Parameter, *_) -> None:
+        """Note that autograd adds no more to the gradient of ``p``; sums may start then."""
         for those in self._incomplete:
             those.discard(p)
         self.advance()
@@ -111,6 +112,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _start(self, bucket: Tensor) -> None:
+        """Start the sum of the next bucket."""
         if self._prepare:
             self._prepare(bucket, self.gradients.members[len(self._versions)])
         self._versions.append(bucket._version)

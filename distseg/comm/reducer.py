@@ -153,7 +153,7 @@ def _same_bucket(group: list[nn.Parameter], p: nn.Parameter) -> bool:
 
 
 class Reducer:
-    """Base class of what sums buckets over the replicas.
+    """Base class of reducers, which sum buckets over the replicas.
 
     All replicas must start the sums of the same buckets in the same order. A sum is written to
     ``bucket.data``, which leaves the version of the bucket, so that the version counts additions to
@@ -168,7 +168,9 @@ class Reducer:
     early = False
 
     def start(self, bucket: Tensor) -> None:
-        """Start to replace a bucket by its sum; the bucket must be left alone until :meth:`finish`.
+        """Start to replace a bucket by its sum.
+
+        Nothing else may read or write the bucket until :meth:`finish` has returned.
 
         Args:
             bucket: a flat tensor.

@@ -13,7 +13,8 @@ from typing import TypeVar
 from torch import nn
 
 Part = TypeVar("Part", bound=Hashable)
-# Makes the context of an operation, given the parameters of its last additions.
+# Function that returns the context manager in which an operation runs. It is given the parameters
+# to whose gradients the operation adds for the last time.
 LastPass = Callable[[Iterable[nn.Parameter]], AbstractContextManager]
 
 

@@ -56,6 +56,7 @@ from distseg.models.own import built
 from distseg.runtime.precision import emulation
 from distseg.training.distributed import DistributedModel, Shard
 from distseg.training.engine import Engine
+from distseg.training.module_changes import ModuleChanges
 
 __all__ = [
     "Criterion",
@@ -286,7 +287,8 @@ def distribute(
         warnings.warn(text, stacklevel=2)
     returned = Outputs(channels, dims, engine.model.of_image)
     names = outputs and [str(name) for name in outputs]
-    return DistributedModel(network, engine, bands, returned, names, inputs, order, joined)
+    changes = ModuleChanges(module)
+    return DistributedModel(network, engine, bands, returned, names, inputs, order, joined, changes)
 
 
 def _axes_of(mesh: DeviceMesh) -> tuple[int, tuple[int, ...], int]:

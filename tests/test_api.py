@@ -616,6 +616,45 @@ def test_hooks_of_a_distributed_model_are_refused(kind):
     model.backward(x, y, distseg.PixelLoss(CE))
 
 
+CHANGES = {  # what changes a user's module after it was distributed
+    "bn.momentum": lambda module: setattr(module.bn, "momentum", 0.5),
+    "drop.p": lambda module: setattr(module.drop, "p", 0.3),
+    "bn.training": lambda module: module.bn.eval(),
+    "head.weight": lambda module: setattr(module, "head", nn.Conv2d(4, 2, 1)),
+    "bn.running_var": lambda module: setattr(module.bn, "running_var", torch.ones(4)),
+    "head.number of hooks": lambda module: module.head.register_forward_hook(print),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_the_module_that_have_no_effect_are_refused(name):
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+            self.drop, self.head = nn.Dropout(0.0), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x):
+            return self.head(self.drop(self.bn(self.conv(x))))
+
+    module = Normed()
+    model = distseg.distribute(module, distseg.init_mesh())
+    x, y = images(0, 1, classes=2)
+    module.eval()(x.float())
+    model.backward(x, y, "cross_entropy")
+    module.train()
+    copied = copy.deepcopy(model)
+    CHANGES[name](module)
+    for call in (
+        lambda: model.backward(x, y, "cross_entropy"),
+        lambda: model(model.shard(x)),
+        lambda: model.predict(x),
+    ):
+        with pytest.raises(ValueError, match=f"{name} of your module is .* no effect"):
+            call()
+    copied.backward(x, y, "cross_entropy")
+
+
 def test_a_frozen_norm_that_training_would_thaw_is_refused():
     module = network()
     module.a[1].eval()

@@ -26,6 +26,7 @@ from distseg.models.network import check_calls, check_size, user_name, user_name
 from distseg.tiling.tile import Box, TilePlacement, check_grid, owned_tiles
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images, on_tile
 from distseg.training.engine import Engine
+from distseg.training.module_changes import ModuleChanges
 
 T = TypeVar("T")
 _MOST_CRITERIA = 16  # criteria that are kept, for loops that make a new one in each step
@@ -60,6 +61,7 @@ class DistributedModel(nn.Module):
         inputs: number of bands of each input, if the module takes several.
         order: names of the tensors of the user's module, in the order of its state dict.
         joins_images: True if the images of a batch influence each other even in evaluation mode.
+        changes: finds changes of the user's module; by default there is none to compare.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class DistributedModel(nn.Module):
         inputs: Sequence[int] | None = None,
         order: Sequence[str] = (),
         joins_images: bool = False,
+        changes: ModuleChanges | None = None,
     ):
         super().__init__()
         self._order = {name: number for number, name in enumerate(order)}
@@ -104,6 +107,7 @@ class DistributedModel(nn.Module):
         self._eager: tuple | None = None  # placement, rows and images of the last forward pass
         self._predictor: Predictor | None = None
         self._hooks, self._joins_images = _hooks_of(network), joins_images
+        self._changes = changes
 
     # Parameters and state
 
@@ -342,8 +346,8 @@ class DistributedModel(nn.Module):
         """Begin the epoch with this number, on which the masks of dropout depend."""
         self.epoch, self.images_seen = epoch, 0
 
-    def _check_hooks(self) -> None:
-        """Refuse hooks that were added to layers or weights after the module was distributed."""
+    def _check_changes(self) -> None:
+        """Refuse hooks and changes of the user's module, made after the module was distributed."""
         found = _hooks_of(self.network)
         if added := [name for name in found if found[name] > self._hooks.get(name, 0)]:
             raise ValueError(
@@ -351,6 +355,8 @@ class DistributedModel(nn.Module):
                 "distributed, but a hook would only see the parts of feature maps and gradients "
                 "that one rank or tile has: remove the hook, and add it to the plain module instead"
             )
+        if self._changes is not None:
+            self._changes.check()
 
     def _prepared(self, image, target, criterion) -> list[list[TileBatch | LazyTileBatch]]:
         """Check the arguments of :meth:`backward`, and set the engine's loss.
@@ -359,7 +365,7 @@ class DistributedModel(nn.Module):
         """
         with raise_jointly(self.mesh.world):
             self._check_frozen()
-            self._check_hooks()
+            self._check_changes()
             images = self._arrays(image)
             targets = self._targets(target, images)
             chosen = self._criterion(criterion, targets)
@@ -780,6 +786,7 @@ class DistributedModel(nn.Module):
                 )
             if torch.is_grad_enabled():
                 self._check_frozen()
+            self._check_changes()
             images = self._arrays(shard.given)
             self._check(images)
         self._check_groups(images)
@@ -862,7 +869,7 @@ class DistributedModel(nn.Module):
             float32.
         """
         with raise_jointly(self.mesh.world):
-            self._check_hooks()
+            self._check_changes()
             arrays = self._arrays(image)
         sizes = [tuple(arrays.size(number)) for number in range(len(arrays))]
         if len(given := {tuple(found) for found in self.mesh.world.allgather(sizes)}) > 1:

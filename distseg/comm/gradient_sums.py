@@ -50,11 +50,12 @@ class GradientSums:
         # Nodes of autograd with their hooks. Autograd keeps a node only while a graph has it.
         self._hooks: list[tuple[Node, RemovableHandle]] = []
 
-    def begin(self, prepare: Prepare | None = None) -> None:
+    def begin(self, prepare: Prepare | None = None, early: bool = True) -> None:
         """Begin a step: from now on, sums may start.
 
         Args:
             prepare: called with a bucket and its parameters before the sum of the bucket starts.
+            early: False to start no sum before :meth:`finish`.
 
         Raises:
             RuntimeError: the backward pass of the last step failed after sums had started.
@@ -67,7 +68,8 @@ class GradientSums:
                 "have started another number of them: end the job and start it again"
             )
         self._prepare = prepare
-        self._incomplete = [set(those) for those in self.gradients.members * self.reducer.early]
+        early = early and self.reducer.early
+        self._incomplete = [set(those) for those in self.gradients.members] if early else []
 
     @contextmanager
     def last_pass(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:

@@ -65,7 +65,6 @@ class Pipeline:
         self._posted: dict[_Key, list[Receipt]] = {}
         self._here: dict[_Key, list[Tensor]] = {}  # Computed here or received.
         self._program = lru_cache(lambda actions: operations(actions, partition.edges, recompute))
-        self._last_additions = lru_cache(self._find_last_additions)
         for stage in stages:
             stage.after_layer = self.mail.progress if comm.size > 1 else None
 
@@ -89,7 +88,7 @@ class Pipeline:
             units: the micro-batches, by number.
         """
         program = self._program(tuple(actions))
-        last = self._last_additions(tuple(actions))
+        last = self._last_additions(program)
         dropped = {(op.stage, op.micro_batch) for op in program if isinstance(op, Recompute)}
         splits = any(isinstance(op, Weight) for op in program)
         try:
@@ -118,13 +117,13 @@ class Pipeline:
             for stage in self.stages.values():
                 stage.clear()
 
-    def _find_last_additions(self, actions: tuple[Action, ...]) -> dict[int, list[nn.Parameter]]:
+    def _last_additions(self, program: Sequence[Operation]) -> dict[int, list[nn.Parameter]]:
         """Return the parameters to whose gradients each operation adds for the last time.
 
-        The keys of the result are positions in the program of ``actions``.
+        The keys of the result are positions in ``program``.
         """
         return last_additions(
-            [op.stage if isinstance(op, Backward) else None for op in self._program(actions)],
+            [op.stage if isinstance(op, Backward) else None for op in program],
             lambda number: self.stages[number].parameters(),
         )
 

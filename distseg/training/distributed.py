@@ -627,12 +627,8 @@ class DistributedModel(nn.Module):
                 self._carried[number] = carried - late[number] if number in late else carried
         self._late = {self.engine.parameters[number]: part for number, part in late.items()}
         self._probes = self._used not in self._unused
-        if self._probes:
-            gradients.detach()
-            return
-        gradients.zero()
-        if self._syncs:
-            self.engine.sums.begin(self._complete)
+        gradients.detach() if self._probes else gradients.zero()
+        self.engine.sums.begin(self._complete, early=self._syncs and not self._probes)
 
     def _taken_local(self) -> dict[int, Tensor]:
         """Return and forget this rank's gradient parts that :meth:`no_sync` left unsummed.
@@ -711,8 +707,6 @@ class DistributedModel(nn.Module):
             engine.gradients.take_in()
         engine.gradients.finish()
         if self._syncs:
-            if self._probes:
-                engine.sums.begin(self._complete)
             engine.sum_gradients()
         else:
             for part, members in zip(engine.gradients.parts, engine.gradients.members):

@@ -154,7 +154,7 @@ def test_a_pass_that_fails_after_a_sum_has_started_ends_the_job():
 def test_the_last_additions_of_a_program():
     a, b, c = (nn.Parameter(torch.zeros(1)) for _ in range(3))
     parts = {"first": [a, b, b], "second": [b, c]}
-    program = ["second", None, "first", "second", "first", None]
+    program = ["first", None, "second", "second", "first", None]
     found = last_additions(program, parts.__getitem__)
     assert {place: set(those) for place, those in found.items()} == {3: {c}, 4: {a, b}}
 

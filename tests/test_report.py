@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distseg.config.sizes import Size
-from distseg.config.units import duration, si
+from distseg.config.units import duration, many, si
 from distseg.report.log import RunLog, SilentLog, open_log, read_log
 from distseg.report.overlay import iou_per_class, plot_overlay
 from distseg.report.plots import (
@@ -24,7 +24,7 @@ from distseg.report.plots import (
 from distseg.report.progress import BarProgress, LineProgress, SilentProgress, progress
 from distseg.report.shrink import shrink_image, shrink_labels
 from distseg.report.style import NATURAL, class_colors
-from distseg.report.tables import markdown_table, table
+from distseg.report.tables import folded_table, markdown_table, table
 
 # progress
 
@@ -92,6 +92,11 @@ def test_si(value, text):
 
 def test_duration():
     assert [duration(s) for s in (7.4, 59.6, 754, 3723)] == ["0:07", "1:00", "12:34", "1:02:03"]
+
+
+def test_many():
+    found = [many(1, "epoch"), many(2, "epoch"), many(1024, "micro-batch"), many(0, "rank")]
+    assert found == ["1 epoch", "2 epochs", "1,024 micro-batches", "0 ranks"]
 
 
 # log
@@ -215,6 +220,23 @@ model      parameters  halo  time [s]  share
 small      72,301,856   190      1.25    45%
 medium-1  232,687,904     -     10.30   7.5%"""
     assert "\n" + table(ROWS) == expected
+
+
+def test_a_wide_table_is_folded():
+    row = {"case": "a", "time [s]": 1.5, "nothing": None, "memory [MB]": 20}
+    assert (
+        folded_table([row], 20)
+        == """\
+case  time [s]
+----  --------
+a        1.500
+
+case  memory [MB]
+----  -----------
+a              20"""
+    )
+    assert folded_table([row], 30) == table([row], ["case", "time [s]", "memory [MB]"])
+    assert folded_table([row], 1).count("case") == 2
 
 
 def test_markdown_table():

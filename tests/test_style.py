@@ -29,7 +29,7 @@ def lab(color, sight) -> np.ndarray:
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-PAGE = (Path(report.__file__).parent / "templates/run.html").read_text()
+PAGE = (Path(report.__file__).parent / "templates/base.html").read_text()
 WHITISH = {"snow", "ice", "cloud", "background"}
 COLORS = {
     "palette": {*PALETTE, UNLABELLED},

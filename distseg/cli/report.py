@@ -27,7 +27,7 @@ from distseg.report.chart import Line, condensed, line_chart
 from distseg.report.closing import best_score
 from distseg.report.disk import atomic_write
 from distseg.report.log import FILE, read_log
-from distseg.report.page import Chart, Evaluated, Pictures, RunPage, run_page
+from distseg.report.page import Chart, Evaluated, Pictures, RunPage, run_page, settings_beside
 from distseg.report.plots import series
 from distseg.report.style import ERROR, UNLABELLED, class_colors
 from distseg.training.checkpoint.files import FOLDER, find, read_manifest, read_run_manifest
@@ -119,7 +119,7 @@ class _Reported:
             _charts(log),
             evaluations,
             [*_facts(best, last, log), *_memory(self.config, best, log)],
-            _settings(best["config"], default),
+            settings_beside(best["config"], default),
             notes,
         )
 
@@ -368,27 +368,6 @@ def _chart(title: str, lines: Sequence[Line], form: str) -> Chart | None:
     description = f"{title} over optimizer steps. Last values: {ends}."
     svg = line_chart([line for line, _ in known], description, "optimizer step", steep)
     return Chart(title + (" (logarithmic)" if steep else ""), svg, legend)
-
-
-def _settings(config: Mapping, default: Mapping) -> dict[str, list[tuple[str, str, bool]]]:
-    """Return, for each section, the name and value of each setting, and True if it was changed.
-
-    Args:
-        config: the settings of the run, as in a manifest.
-        default: the default settings.
-    """
-
-    def text(value) -> str:
-        return "" if value is None else str(value)
-
-    return {
-        section: [
-            (name, text(value) or "–", text(value) != text(default.get(section, {}).get(name)))
-            for name, value in fields.items()
-        ]
-        for section, fields in config.items()
-        if isinstance(fields, Mapping)
-    }
 
 
 def _record_in(path: Path) -> dict:

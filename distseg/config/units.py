@@ -21,3 +21,9 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def many(count: int, what: str) -> str:
+    """Return a number of things as text, such as ``1 rank`` and ``1,024 micro-batches``."""
+    ending = "" if count == 1 else "es" if what.endswith("tch") else "s"
+    return f"{count:,} {what}{ending}"

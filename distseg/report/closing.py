@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distseg.config.units import duration
+from distseg.config.units import duration, many
 
 
 def closing_of_preparation(store: str) -> str:
@@ -28,7 +28,7 @@ def closing_of_training(
             checkpoint; None if no checkpoint was validated.
         splits: the splits of the store.
     """
-    done = f"{_many(epochs, 'epoch')}, {_many(steps, 'step')} in {duration(seconds)}"
+    done = f"{many(epochs, 'epoch')}, {many(steps, 'step')} in {duration(seconds)}"
     if best is None:
         lines = [f"trained {done}; checkpoints are in {run}/checkpoints"]
     else:
@@ -54,7 +54,7 @@ def closing_of_early_stop(best: int, last: int, scores: Mapping | None) -> str:
     if not best:
         return f"{ends}: no validation had a score"
     name = best_score(scores or {}).rpartition(" ")[0]
-    waited = _many(last - best, "epoch")
+    waited = many(last - best, "epoch")
     return f"{ends}: the {name} has not improved for {waited}, since epoch {best}"
 
 
@@ -85,7 +85,7 @@ def closing_of_prediction(folder: str, maps: Sequence[Path], store: str | None) 
         maps: the first file of each class map.
         store: the store that was predicted; None for image files.
     """
-    lines = [f"{_many(len(maps), 'class map')} in {folder}"]
+    lines = [f"{many(len(maps), 'class map')} in {folder}"]
     drawable = next((path for path in maps if path.suffix == ".h5"), None)
     if store and drawable:
         lines.append(f"next: distseg plot overlay {drawable} --store {store}")
@@ -143,7 +143,3 @@ def best_score(scores: Mapping) -> str:
         if scores.get(name) is not None:
             return f"{words} {scores[name]:.3f}"
     return "score unknown"
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

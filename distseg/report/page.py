@@ -1,7 +1,7 @@
 """Page about one run: a single HTML file that needs no network and no other file.
 
 The records of this module say what the page shows. :func:`run_page` fills the template
-``templates/run.html``, which escapes every text.
+``templates/run.html``, and every text is escaped.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 
@@ -122,15 +123,53 @@ class RunPage:
 
 def run_page(page: RunPage) -> str:
     """Return the page as HTML text."""
-    from jinja2 import Environment, StrictUndefined  # torch needs it too
+    return rendered("run.html", page)
+
+
+def rendered(template: str, page: Any) -> str:
+    """Return a page as HTML text.
+
+    Args:
+        template: the name of a file in ``templates``, which extends ``base.html``.
+        page: the record that the template shows as ``page``.
+    """
+    from jinja2 import Environment, FunctionLoader, StrictUndefined  # torch needs it too
     from markupsafe import Markup
 
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(_template),
     )
     environment.filters.update(svg=Markup, cell=cell, share=_share, symbol=_symbol, head=_head)
-    source = files("distseg.report").joinpath("templates", "run.html").read_text(encoding="utf-8")
-    return environment.from_string(source).render(page=page)
+    return environment.get_template(template).render(page=page)
+
+
+def _template(name: str) -> str:
+    return files("distseg.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def settings_beside(config: Mapping, default: Mapping) -> dict[str, list[tuple[str, str, bool]]]:
+    """Return, for each section, the name and value of each setting, and True if it was changed.
+
+    Args:
+        config: the settings by section, as in a manifest.
+        default: the default settings.
+    """
+
+    def text(value) -> str:
+        return "" if value is None else str(value)
+
+    return {
+        section: [
+            (name, text(value) or "–", text(value) != text(default.get(section, {}).get(name)))
+            for name, value in fields.items()
+        ]
+        for section, fields in config.items()
+        if isinstance(fields, Mapping)
+    }
 
 
 def data_uri(pixels: np.ndarray, palette: np.ndarray | None = None) -> str:

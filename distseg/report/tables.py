@@ -40,6 +40,26 @@ def table(rows: Rows, columns: Sequence[str] | None = None) -> str:
     )
 
 
+def folded_table(rows: Rows, width: int = 100) -> str:
+    """Return the rows as tables below each other, none wider than ``width`` if this is possible.
+
+    Each table begins with the first column. Columns without any value are left out.
+
+    Args:
+        rows: dicts with values by column name; a missing value is shown as ``-``.
+        width: the largest number of characters of a line.
+    """
+    names = dict.fromkeys(key for row in rows for key in row if row[key] is not None)
+    first, *rest = names or [""]
+    folds = [[first]]
+    for name in rest:
+        wider = table(rows, [*folds[-1], name])
+        if len(folds[-1]) > 1 and max(map(len, wider.splitlines())) > width:
+            folds.append([first])
+        folds[-1].append(name)
+    return "\n\n".join(table(rows, columns) for columns in folds)
+
+
 def markdown_table(rows: Rows, columns: Sequence[str] | None = None) -> str:
     """Return the rows as a markdown table.
 

@@ -875,6 +875,64 @@ TABLE = {
         "--seconds must be a number above 0, such as 60, got 0.0",
     ),
     "a profile of no images": (["profile", *SMALL], "there are no images: give --image"),
+    # bench
+    "a bench of what is not there": (
+        ["bench", "strnog"],
+        "distseg bench has no 'strnog': choose strong, weak, .*Did you mean strong",
+    ),
+    "a bench of no images": (["bench", "strong", *SMALL], "there are no images: give --image"),
+    "a bench of no repeats": (
+        ["bench", "halo", "--repeats", "0"],
+        "--repeats must be a whole number from 1 to 1000000, got 0",
+    ),
+    "a bench of reading without a store": (
+        ["bench", "io"],
+        "bench io reads the crops of a store, but there is none: give --data.store PATH",
+    ),
+    "a store whose images should grow": (
+        ["bench", "weak", "--data.store", "store.h5", *SMALL],
+        "the images of a store have their sizes: give --image 512x512 for random images, or --axis",
+    ),
+    "a pipeline of a wrong schedule": (
+        ["bench", "pipeline", "--schedules", "1f1b,gpip"],
+        "--schedules has 'gpip': choose gpipe, 1f1b, zb-h1, .*Did you mean gpipe",
+    ),
+    "a pipeline of one rank": (
+        ["bench", "pipeline", "--image", "16x16", *SMALL],
+        "a pipeline needs two stages or more, but 1 rank",
+    ),
+    "halos exchanged at odd layers": (
+        ["bench", "halo", "--every", "all,odd"],
+        "exchange_every .*odd",
+    ),
+    "halos exchanged twice alike": (
+        ["bench", "halo", "--every", "all,all"],
+        "--every is 'all,all': give distinct words, joined by commas",
+    ),
+    "a bench into a file": (
+        ["bench", "memory", "--output", "words.txt"],
+        "--output is words.txt, but words.txt is a file",
+    ),
+    "results that are not there": (
+        ["bench", "compare", "nowhere.json", "words.txt"],
+        "nowhere.json",
+    ),
+    "a result of words": (
+        ["bench", "compare", "words.txt", "words.txt"],
+        "words.txt is not whole JSON .* measure again by distseg bench, or name another file",
+    ),
+    "a report on no folder": (
+        ["bench", "report", "nowhere"],
+        "nowhere is not a folder: give the folder of results, the --output of distseg bench",
+    ),
+    "a report on no results": (
+        ["bench", "report", "images"],
+        r"images has no result \(\*.json\): measure first, such as by distseg bench strong",
+    ),
+    "a bench on no machine": (
+        ["bench", "strong", "--image", "16x16", "--machine", "a1000", *SMALL],
+        "a1000.*Did you mean a100",
+    ),
 }
 
 

@@ -216,7 +216,7 @@ def test_a_dump_holds_buffers_and_images_of_the_step_in_order(comm, capsys, tmp_
     [
         (
             ["trian"],
-            "unknown command 'trian': choose prepare, init, check, train, patchgd, evaluate, predict, trace, export, plot, report, models, plan, calibrate, verify, profile, runs, submit. Did you mean train\\?",
+            "unknown command 'trian': choose prepare, init, check, train, patchgd, evaluate, predict, trace, export, plot, report, models, plan, calibrate, verify, profile, runs, submit, bench. Did you mean train\\?",
         ),
         (["--verbose"], "unknown command '--verbose'"),
         (["verify", "--model.deep", "2"], "--model.deep"),

@@ -40,6 +40,8 @@ def completions(line: str, folder) -> list[str]:
         pytest.param("distseg plot c", ["curves"], marks=pytest.mark.slow),
         pytest.param("distseg evaluate run --sp", None, marks=pytest.mark.slow),
         pytest.param("distseg submit my.yaml --nod", ["--nodes"], marks=pytest.mark.slow),
+        pytest.param("distseg bench we", ["weak"], marks=pytest.mark.slow),
+        pytest.param("distseg bench io --cr", ["--crops"], marks=pytest.mark.slow),
         pytest.param("distseg init --net", ["--network"], marks=pytest.mark.slow),
     ],
 )

@@ -15,6 +15,7 @@ from made_store import random_store
 import distseg.cli.predict  # noqa: F401  before a test replaces what it imports
 import distseg.training.run_config  # noqa: F401
 from distseg.cli import main as command_line
+from distseg.cli.bench.kinds import MEASURED
 from distseg.cli.parsing import Parser
 from distseg.config.file import sections
 from distseg.config.patchgd import PatchConfig
@@ -213,12 +214,12 @@ def folder(tmp_path, monkeypatch):
 
     def after(parser, *arguments):
         parsed = parse(parser, *arguments)
-        if parser.prog.split()[1] not in _JOBS:
+        if not _JOBS & set(parser.prog.split()):
             raise Read
         return parsed
 
     monkeypatch.setattr(Parser, "parse_args", after)
-    for name in _JOBS - {"patchgd"}:  # patchgd runs train's function
+    for name in _COMMANDS:
         monkeypatch.setattr(f"distseg.cli.commands.{name}.job", no_job)
     monkeypatch.setattr("distseg.training.checkpoint.files.find", Path)
     monkeypatch.setattr(
@@ -229,7 +230,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-_JOBS = {"train", "patchgd", "verify", "profile", "evaluate", "predict"}
+# Commands that run as a job; patchgd runs train's function.
+_COMMANDS = {"train", "verify", "profile", "bench", "evaluate", "predict"}
+_JOBS = _COMMANDS - {"bench"} | {"patchgd", *MEASURED}
 
 
 @pytest.mark.parametrize(

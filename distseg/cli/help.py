@@ -33,6 +33,7 @@ EXAMPLES = {
     "export": ("distseg export runs/mine --formats safetensors torch onnx",),
     "verify": ("mpirun -n 4 distseg verify --image 97x131 --mesh.tiles 2x2",),
     "profile": ("mpirun -n 4 distseg profile CONFIG.yaml --image 512x512 --mesh.stages 4",),
+    "bench": ("mpirun -n 4 distseg bench strong CONFIG.yaml --size 512x512",),
     "submit": ("distseg submit CONFIG.yaml --system slurm --nodes 2 --time 2:00:00",),
 }
 
@@ -53,6 +54,7 @@ FIRST = {
     "predict": ("predict.formats", "predict.probabilities", "streaming.memory", "predict.tile"),
     "verify": ("model.name", "model.depth", "loss.name", *_MESH, *_PARTS),
     "profile": ("data.store", "model.name", *_MESH, *_PARTS),
+    "bench": ("data.store", "model.name", *_MESH, *_PARTS, "train.accumulate"),
 }
 
 

@@ -35,6 +35,7 @@ results   evaluate  score a run on whole images, by class and by image
           report    write one HTML page: curves, scores, pictures, settings
           runs      list the runs in a folder: progress, best checkpoint, mesh
 clusters  submit    write or submit batch jobs, sweeps and scaling studies
+          bench     measure scaling, pipelines, halos, memory and reading
 
 distseg COMMAND --help lists a command's flags."""
 
@@ -57,6 +58,7 @@ COMMANDS = (
     "profile",
     "runs",
     "submit",
+    "bench",
 )
 
 

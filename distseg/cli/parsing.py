@@ -139,20 +139,18 @@ def _print_head(parser: Parser) -> None:
     from distseg.cli.help import head
 
     _, command, *run = parser.prog.split()
-    words = " ".join(
-        ["distseg", command, *(run or ["[CONFIG.yaml]"]), "[--section.field VALUE ...]"]
-    )
+    config = [] if "RUN" in run else ["[CONFIG.yaml]"]
+    words = " ".join(["distseg", command, *run, *config, "[--section.field VALUE ...]"])
     known = {f"--{name}" for name in settings_flags(parser)} | {
         "--help",
         "--config",
         "--print_config",
     }
-    own = {
-        flag: action.help or ""
-        for action in parser._actions
-        for flag in action.option_strings
-        if flag.startswith("--") and flag.rstrip("+") not in known
-    }
+    own = {}
+    for action in parser._actions:
+        flags = [flag for flag in action.option_strings if flag.startswith("--")]
+        if flags and flags[0].rstrip("+") not in known:
+            own[", ".join(flags)] = action.help or ""
     print(f"usage: {words}\n\n{head(command, own, parser.kind)}")
     parser.usage = SUPPRESS
 

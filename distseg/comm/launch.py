@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import sys
 import time
@@ -346,6 +347,7 @@ def peak_memory(device) -> int:
     """Return the largest number of bytes that this process has used so far.
 
     It counts the process's tensors on a GPU; for a CPU, the resident bytes of the process.
+    :func:`reset_peak_memory` lets it begin anew.
 
     Args:
         device: the GPU or CPU, as :class:`torch.device`.
@@ -357,8 +359,33 @@ def peak_memory(device) -> int:
     return _largest_resident_memory()
 
 
+def reset_peak_memory(device) -> bool:
+    """Let :func:`peak_memory` count from now on; return False if the system cannot do this.
+
+    For a CPU, Linux resets its record of the process if 5 is written to ``clear_refs``. Some
+    containers forbid or ignore this.
+
+    Args:
+        device: the GPU or CPU, as :class:`torch.device`.
+    """
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return _largest_resident_memory() <= resident_memory() + _GAPS
+
+
 def _largest_resident_memory() -> int:
     """Return the largest number of resident bytes that this process has had so far."""
+    with suppress(OSError):
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        if found:
+            return int(found[1]) << 10
     kilobytes = sys.platform != "darwin"
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (10 if kilobytes else 0)
 

@@ -1,0 +1,199 @@
+"""Measure what a user asks ``distseg bench`` for: the cases of a kind, with their predictions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from distseg.cli.bench import cases, layouts
+from distseg.cli.bench.cases import Case
+from distseg.cli.bench.flags import distinct_words, positive_numbers, schedules
+from distseg.cli.bench.measuring import Steps, measure_cases
+from distseg.cli.bench.prediction import StepPrediction, left_out
+from distseg.cli.bench.reading import crops_of, measure_reading
+from distseg.cli.bench.results import Measurement
+from distseg.cli.plan_layouts import HERE, PlannedTraining
+from distseg.comm.communicator import Communicator
+from distseg.comm.launch import raise_jointly
+from distseg.config.settings import Config
+from distseg.config.sizes import Size
+from distseg.layers.loss import is_linear
+from distseg.models.capture.capture import as_network
+from distseg.models.network import is_flat
+from distseg.planning.machine import Machine, load_machine
+from distseg.runtime.precision import choose
+from distseg.training.verify import prepare
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user asks for.
+
+    Attributes:
+        kind: one of ``MEASURED``.
+        flags: the command's own flags by name (:mod:`distseg.cli.bench.flags`).
+        words: the words of the command after ``distseg``.
+    """
+
+    kind: str
+    flags: Mapping[str, Any]
+    words: Sequence[str]
+
+    @property
+    def axis(self) -> str:
+        """The axis of the mesh that grows; empty if none does."""
+        return self.flags.get("axis", "")
+
+    def say(self, world: Communicator) -> Callable[[str], None]:
+        """Return a function that prints a line of progress to stderr, on rank 0 only."""
+
+        def say(line: str) -> None:
+            if world.rank == 0:
+                print(f"bench {self.kind}: {line}", file=sys.stderr, flush=True)
+
+        return say
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements, with what they were made of.
+
+    Attributes:
+        config: the settings, completed by those that follow from the images.
+        network: ``name`` and ``parameters``.
+        precision: the number type of the steps.
+        data: ``random images``, or the store.
+        machine: the machine of the predictions; None without predictions.
+        measurements: the figures.
+    """
+
+    config: Config
+    network: Mapping[str, Any]
+    precision: str
+    data: str
+    machine: Machine | None
+    measurements: Sequence[Measurement]
+
+
+def measure_steps(
+    asked: Asked, config: Config, world: Communicator, device: torch.device
+) -> Measured:
+    """Measure training steps. All ranks of ``world`` must call it together.
+
+    Args:
+        asked: the kind of measurement and its flags.
+        config: the settings.
+        world: the communicator of all ranks.
+        device: the device of this rank.
+    """
+    image, repeats, warmup = (asked.flags[name] for name in ("image", "repeats", "warmup"))
+    with raise_jointly(world):
+        prepared = prepare(config, image)
+        model = as_network(prepared.model)
+        chosen = cases_of(asked, prepared.config, model, Size(prepared.size), world.size)
+        config = with_reducer(prepared.config, chosen, world.size, world.transport)
+    machine = _machine(asked, config, model, prepared.size, world)
+    steps = Steps(config, image is not None, repeats, warmup, device)
+    found = measure_cases(steps, chosen, world, asked.say(world))
+    with raise_jointly(world):
+        if world.rank == 0 and asked.flags["machine"] != "none":
+            planned = StepPrediction(config, image is not None, machine)
+            found = [planned.beside(case, one) for case, one in zip(chosen, found)]
+    precision, _ = choose(config.train, device, world)
+    data = str(config.data.store) if prepared.store else "random images"
+    parameters = sum(p.numel() for p in model.parameters())
+    network = {"name": config.model.name, "parameters": parameters}
+    return Measured(config, network, precision, data, machine, found)
+
+
+def measure_store(
+    asked: Asked, config: Config, world: Communicator, device: torch.device
+) -> Measured:
+    """Measure the reading of a store; the arguments are those of :func:`measure_steps`."""
+    with raise_jointly(world):
+        prepared = prepare(config, None)
+        counts = layouts.rank_counts(asked.flags["ranks"], world.size, 1)
+        crops = crops_of(prepared.config, asked.flags["crops"])
+    config, repeats = prepared.config, asked.flags["repeats"]
+    found = measure_reading(config, crops, counts, repeats, world, asked.say(world))
+    precision, _ = choose(config.train, device, world)
+    network = {"name": config.model.name, "parameters": 0}
+    return Measured(config, network, precision, str(config.data.store), None, found)
+
+
+def cases_of(asked: Asked, config: Config, model: nn.Module, image: Size, ranks: int) -> list[Case]:
+    """Return the cases of a kind of measurement.
+
+    Args:
+        asked: the kind and its flags.
+        config: the settings.
+        model: the plain network.
+        image: the size of an image.
+        ranks: the number of ranks of the job.
+
+    Raises:
+        ValueError: the ranks do not fit the mesh.
+    """
+    flags, exchange = asked.flags, config.spatial.exchange_every
+    base = layouts.base_layout(config, is_linear(config.loss.name))
+    if asked.kind in ("strong", "weak"):
+        rest = layouts.fixed_ranks(base, asked.axis)
+        counts = layouts.rank_counts(flags["ranks"], ranks, rest)
+        scaled = cases.strong_cases if asked.kind == "strong" else cases.weak_cases
+        return scaled(base, counts, asked.axis, image, exchange)
+    if asked.kind == "pipeline":
+        numbers = positive_numbers("--micro-batches", flags["micro_batches"])
+        return cases.pipeline_cases(base, ranks, numbers, schedules(flags["schedules"]), image)
+    if asked.kind == "halo":
+        return cases.halo_cases(base, ranks, distinct_words("--every", flags["every"]), image)
+    axes = layouts.AXES if is_flat(model) else ("samples",)
+    return cases.memory_cases(base, ranks, axes, exchange, image)
+
+
+def with_reducer(config: Config, chosen: Sequence[Case], ranks: int, transport: str) -> Config:
+    """Return the settings with a reducer that can sum over some ranks of a job.
+
+    Horovod connects all ranks of a job. If a case has fewer ranks, all cases sum gradients by MPI,
+    so that they can be compared.
+
+    Args:
+        config: the settings.
+        chosen: the cases.
+        ranks: the number of ranks of the job.
+        transport: what carries the messages of the job.
+
+    Raises:
+        ValueError: the settings ask for Horovod.
+    """
+    if transport != "mpi" or all(case.layout.ranks == ranks for case in chosen):
+        return config
+    if config.mesh.reducer == "horovod":
+        raise ValueError(
+            "mesh.reducer is horovod, which connects all ranks of a job, but some cases have fewer "
+            f"ranks than the {ranks} of this job: set mesh.reducer to mpi, or start a job for each "
+            "number of ranks (--ranks job)"
+        )
+    return config.with_values({"mesh.reducer": "mpi"})
+
+
+def _machine(
+    asked: Asked, config: Config, model: nn.Module, image: Size, world: Communicator
+) -> Machine | None:
+    """Return the machine of the predictions; None without predictions.
+
+    All ranks of ``world`` must call it together.
+    """
+    name = asked.flags["machine"]
+    if name == "none" or left_out(config) or not is_flat(model):
+        return None
+    if name != HERE:
+        with raise_jointly(world):
+            return load_machine(name)
+    say = asked.say(world)
+    say("timing the network, for the predictions (--machine none leaves them out)")
+    return PlannedTraining(config, model, image).measure(world)

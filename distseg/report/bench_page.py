@@ -1,0 +1,65 @@
+"""Page about measurements of a machine: a single HTML file that needs no other file.
+
+The records of this module say what the page shows. :func:`bench_page` fills the template
+``templates/bench.html``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distseg.report.page import Panel, rendered
+
+
+@dataclass(frozen=True)
+class StudyPart:
+    """Part of the page about one kind of measurement.
+
+    Attributes:
+        title: the title.
+        about: what the picture and the table show.
+        facts: what was measured: network, images, number type, ranks.
+        columns: the names of the table's columns.
+        rows: the cells of each row as text.
+        commands: the commands that repeat the measurement.
+        picture: the picture; None if there is none.
+        notes: sentences on what is missing.
+    """
+
+    title: str
+    about: str
+    facts: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    commands: Sequence[str]
+    picture: Panel | None = None
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class BenchPage:
+    """Content of the page.
+
+    Attributes:
+        name: the title.
+        summary: a sentence on network and machine.
+        figures: label and value of the most important numbers.
+        studies: the kinds of measurement.
+        facts: label and value of hardware and software.
+        settings: for each section its settings: name, value, and True if it is not the default.
+        notes: sentences on what is missing.
+    """
+
+    name: str
+    summary: str
+    figures: Sequence[tuple[str, str]]
+    studies: Sequence[StudyPart]
+    facts: Sequence[tuple[str, str]]
+    settings: Mapping[str, Sequence[tuple[str, str, bool]]]
+    notes: Sequence[str] = field(default_factory=list)
+
+
+def bench_page(page: BenchPage) -> str:
+    """Return the page as HTML text."""
+    return rendered("bench.html", page)

@@ -16,11 +16,11 @@ from dataclasses import replace
 
 from benchmarks.harness import parent, report
 from benchmarks.layouts import CASES, Job, config_of
-from benchmarks.memory_steps import resident, resident_peak
+from benchmarks.memory_steps import resident_peak
 from benchmarks.ranks import run_ranks
 from benchmarks.rows import Rows
 from distseg.cli.plan_layouts import PlannedTraining
-from distseg.comm.launch import release_freed_memory, set_up, world
+from distseg.comm.launch import release_freed_memory, resident_memory, set_up, world
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.planning.machine import load_machine
@@ -65,7 +65,7 @@ def work(case: str, precision: str, layout: MeshLayout, quick: bool) -> None:
     machine = replace(training.measure(comm), memory=1e12)
     gc.collect()
     release_freed_memory()
-    base, kept = resident(), []
+    base, kept = resident_memory(), []
 
     def steps() -> None:
         engine, own = training.step(layout, comm, device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -19,7 +18,9 @@ from torch import nn
 from benchmarks.harness import parent, repeats_of, report
 from benchmarks.ranks import run_ranks
 from benchmarks.rows import Rows
+from distseg.cli.bench.running_step import RunningStep
 from distseg.cli.plan_layouts import PlannedTraining
+from distseg.comm.counted import CountedComm
 from distseg.comm.launch import set_up, world
 from distseg.config.settings import Config, DataConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
@@ -118,14 +119,8 @@ def work(job: Job) -> None:
 def _measured(training: PlannedTraining, layout: MeshLayout, comm, repeats: int) -> float:
     device = set_up(comm, "cpu", 1).device
     engine, own = training.step(layout, comm, device)
-    times = []
-    for _ in range(repeats + 1):
-        comm.Barrier()
-        began = time.perf_counter()
-        engine.backward(own)
-        engine.update(1e-3)
-        times.append(max(comm.allgather(time.perf_counter() - began)))
-    return min(times[1:])
+    step = RunningStep(engine, own, CountedComm(comm), device)
+    return min([step.seconds() for _ in range(repeats + 1)][1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

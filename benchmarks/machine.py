@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shlex
-import subprocess
 import sys
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from benchmarks.ranks import mpi_version
+from distseg.cli.bench.environment import cpu_model, git_commit, package_version, usable_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("torch", "mpi4py", "horovod", "torchgpipe", "numpy", "h5py")
@@ -24,17 +22,15 @@ def environment() -> dict:
     """CPU, cores, memory, accelerators, versions, threads, git commit, command line and time."""
     return {
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": usable_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "mpi": mpi_version(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in _PACKAGES if (found := package_version(name))},
         "threads": torch.get_num_threads(),
-        "commit": git_commit(),
+        "commit": git_commit(ROOT),
         "command": command_line(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -46,24 +42,6 @@ def summary(machine: dict) -> str:
     return (
         f"machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB{devices}; torch {machine['packages'].get('torch')}, "
         f"python {machine['python']}, {machine['mpi'] or 'no MPI'}, {machine['threads']} threads; commit {machine['commit'] or 'unknown'}"
-    )
-
-
-def cpu_model() -> str:
-    try:
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-    except OSError:
-        found = None
-    return found.group(1) if found else platform.processor() or platform.machine()
-
-
-def git_commit() -> str | None:
-    """The short hash, with ``+changes`` if tracked files differ from it; None outside a repository."""
-    commit = _git("rev-parse", "--short=12", "HEAD")
-    return commit and commit + (
-        "+changes" if _git("status", "--porcelain", "--untracked-files=no") else ""
     )
 
 
@@ -81,20 +59,3 @@ def portable(argument: str) -> str:
     if not path.is_absolute():
         return argument
     return flag + equals + (str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", *arguments], cwd=ROOT, capture_output=True, text=True
-        )
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import re
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,12 +23,13 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.pipeline_steps import SCHEDULES, Step, config_of
 from benchmarks.steps import Setting
-from distseg.comm.launch import world
+from distseg.comm.launch import peak_memory, reset_peak_memory, resident_memory, world
 from distseg.models.zoo import build_model
 from distseg.planning.cost import modelled
 from distseg.planning.stage_memory import Policy, ranges_of, stage_memory
 from distseg.training.engine import Engine
 
+_CPU = torch.device("cpu")
 RECOMPUTE = ("never", "except_last", "always")
 RETURN_FREED = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -72,22 +71,12 @@ class Alive(TorchDispatchMode):
         self.bytes -= size
 
 
-def resident(field: str = "VmRSS") -> int:
-    """Bytes of this process's resident set now (``VmRSS``) or at most since the last reset (``VmHWM``); Linux."""
-    return int(re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
-
 def resident_peak(work: Callable[[], object]) -> int | None:
     """By how many bytes the resident set grows at most while ``work`` runs; None where the system keeps no such record."""
     gc.collect()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        before = resident()
-    except OSError:
-        work()  # the other ranks wait for this one
-        return None
+    fresh, before = reset_peak_memory(_CPU), resident_memory()
     work()
-    return resident("VmHWM") - before
+    return peak_memory(_CPU) - before if fresh else None
 
 
 def lasting(engine: Engine) -> dict[str, list[Tensor]]:

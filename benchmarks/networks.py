@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.harness import RESULTS, parent, report, run_ranks
-from benchmarks.machine import git_commit
+from benchmarks.machine import ROOT, git_commit
 from benchmarks.rows import Rows
 from distseg.comm.launch import world
 from distseg.config.settings import (
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = {} if options.quick else _before(options)
     for name in there:
         if name not in known or not options.go_on:
-            known[name] = {**_row(name, options), "commit": git_commit()}
+            known[name] = {**_row(name, options), "commit": git_commit(ROOT)}
             print(known[name], file=sys.stderr, flush=True)
             _report([known[name] for name in NETWORKS if name in known], options)
 

@@ -116,6 +116,13 @@ MUTANTS = (
     Mutant("PyTorch's unbiased variance counts as the biased one", "layers/norm.py", "var.double() * (count - 1)", "var.double() * count", "norm"),
     Mutant("each window counts a vector's rounding in full", "layers/norm.py", "        * c.hat\n        * times\n", "        * c.hat\n", "images"),
     Mutant("gradients of halos have the tag of halos", "runtime/stored_halos.py", "            2 * tensor_id + 1,\n", "            2 * tensor_id,\n", "message_order"),
+    Mutant("a message over a closed connection counts as complete", "comm/gloo.py", "        if self._error is not None:\n            raise ConnectionError(_lost(f\"rank {self._peer}", "        if False:\n            raise ConnectionError(_lost(f\"rank {self._peer}", "transport"),
+    Mutant("the norm of all gradients is a sum of norms", "training/distributed.py", "sum(float(torch.linalg.vector_norm(g.double())) ** 2 for g in parts)", "sum(float(torch.linalg.vector_norm(g.double())) for g in parts)", "api"),
+    Mutant("a batch without an image is taken", "training/distributed.py", "        if not len(images):\n", "        if False:\n", "api"),
+    Mutant("the words about a validity mask are its values", "data/formats/gdal.py", "self._valid, \"has a validity mask: pixels where the mask is 0 have no data\"", "\"has a validity mask: pixels where the mask is 0 have no data\", self._valid", "gdal"),
+    Mutant("tiles that kept their graph are the ones computed again", "cli/streamed_layout.py", "isinstance(op, BackwardTile) and not op.kept", "isinstance(op, BackwardTile) and op.kept", "layouts"),
+    Mutant("a rank alone has the memory of a node", "cli/plan_layouts.py", "max(1, (cores or 1) // torch.get_num_threads())", "max(1, (cores and 1) // torch.get_num_threads())", "layouts"),
+    Mutant("a port may have any number", "comm/transports.py", "not text.isdecimal() or not 0 < int(text) < 1 << 16", "not text.isdecimal()", "transport"),
 )  # fmt: skip
 
 

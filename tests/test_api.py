@@ -256,6 +256,18 @@ def test_streamed_tiles_and_micro_batches(comm):
     plain = serial(module, 2, F.cross_entropy, 1, SGD, 4)
     mine = distributed(comm, module, 2, distseg.PixelLoss(CE), mesh, SGD, 4, **options)
     assert error(*mine, *plain) < 1e-11
+    (model, _), (module, _) = mine, plain
+    x, y = images(2, 1, 4)
+    model.zero_grad()
+    model.backward(x, y, distseg.PixelLoss(CE))
+    module.zero_grad()
+    F.cross_entropy(module(x), y).backward()
+    wanted = {name: p.grad for name, p in module.named_parameters()}
+    for largest in (1e9, 1e-3):  # the stages' gradients have one norm
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), largest).item()
+        assert model.clip_grad_norm_(largest) == pytest.approx(norm, rel=1e-11)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, wanted[name], rtol=1e-9, atol=1e-15)
 
 
 @pytest.mark.parallel([1, 2, 4])
@@ -501,6 +513,7 @@ WRONG = {
     "targets": (lambda x, y: (x, y[:1]), "2 images, but 1 targets"),
     "size": (lambda x, y: (x, y[..., :-1]), "34x46 pixels, but its target has 34x45"),
     "kind": (lambda x, y: ("image.png", y), "is a str, but an array"),
+    "none": (lambda x, y: (x[:0], y[:0]), "the batch has no image: give at least one"),
 }
 
 

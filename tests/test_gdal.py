@@ -106,6 +106,22 @@ def test_masks_palettes_alpha_and_scales(tmp_path):
     assert open_image(tmp_path / "m.vrt", alpha="band").bands == 4
 
 
+def test_a_validity_mask_hides_pixels(tmp_path):
+    geotiff(tmp_path / "m.tif", pixels_of())
+    known = pixels_of(1, 1)[0] > 60
+    with (
+        rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True),
+        rasterio.open(tmp_path / "m.tif", "r+") as file,
+    ):
+        file.write_mask(known)
+    shutil.copy(tmp_path / "m.tif", tmp_path / "m.vrt", driver="VRT")
+    reader = open_image(tmp_path / "m.vrt")
+    found, valid = reader.read_valid(BOX)
+    assert np.array_equal(found, pixels_of()[(slice(None), *BOX.slices)])
+    assert np.array_equal(valid, known[BOX.slices]) and 0 < valid.sum() < valid.size
+    assert any("has a validity mask" in note for note in reader.notes)
+
+
 def test_prepare_and_predict_take_rasters(tmp_path):
     (tmp_path / "i").mkdir(), (tmp_path / "m").mkdir()
     for k in range(2):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -17,6 +18,7 @@ from distseg.cli.parsing import command_parser, config_from, parse
 from distseg.cli.plan_layouts import (
     PlannedTraining,
     choose_layout,
+    memory_of_a_rank,
     notes_on,
     plan_layouts,
     text,
@@ -747,6 +749,17 @@ def test_the_seconds_of_streamed_tiles_are_those_of_their_operations(grid, norm)
         assert forward + backward < seconds <= share * (forward + backward)
     else:  # segments between norms are computed again before their backward pass
         assert seconds > 1.5 * forward + backward
+        late = planner(batch=3, at=machine(**FREE | {"call": 1.0}), norm=norm)
+        calls = streamed_seconds(programs, late, one) - late.seconds_besides_passes(one) - seconds
+        assert 3 < calls / (3 * 4 * len(costs.layers)) < 4  # and few layers in two segments
+
+
+def test_a_single_process_has_the_memory_of_one_of_as_many_as_the_cores_suffice_for(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    memory, ranks = memory_of_a_rank(Alone(), torch.device("cpu"))
+    assert ranks == 4
+    assert memory == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4
 
 
 @pytest.mark.parametrize("limit", ["4GB", "1GB"])

@@ -23,7 +23,7 @@ from mpirunner import transport
 
 from distseg.comm.alone import Alone
 from distseg.comm.communicator import Communicator
-from distseg.comm.gloo import TorchCommunicator, _unpickled
+from distseg.comm.gloo import TorchCommunicator, _Collective, _Message, _unpickled
 from distseg.comm.launch import gathered
 from distseg.comm.transports import Choice, address, choose, first_host
 from distseg.comm.waits import Waits
@@ -274,6 +274,31 @@ def test_an_object_that_was_pickled_ends_where_its_pickle_ends():
     assert _unpickled(memory) == 7
 
 
+class Broken:
+    """Stand-in for the work of gloo whose connection was closed."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise RuntimeError("[pair.cc:534] Connection closed by peer. This is typically a crash")
+
+
+@pytest.mark.parametrize(
+    "begin, who",
+    [
+        (lambda: _Message(None, Broken(), torch.zeros(3), peer=2), "rank 2 of its group"),
+        (lambda: _Collective(Broken()), "another rank"),
+    ],
+)
+def test_a_message_over_a_closed_connection_never_counts_as_complete(begin, who):
+    request = begin()
+    with pytest.raises(ConnectionError, match=rf"to {who} is lost \(Connection closed by peer\):"):
+        while not request.Test():
+            time.sleep(1e-3)
+        pytest.fail("the message is complete")
+
+
 ENDS_EARLY = """
 import sys, time, torch
 from distseg.comm.launch import leave, world
@@ -332,8 +357,9 @@ def test_where_the_ranks_meet():
     assert (host, hosted) == ("n03-ib", False) and 15000 <= port < 30000
     with pytest.raises(ValueError, match="torchrun do not know where to meet: set MASTER_ADDR"):
         address(TORCHRUN)
-    with pytest.raises(ValueError, match="MASTER_PORT is 'x': set it to a number from 1 to 65535"):
-        address(TORCHRUN | {"MASTER_ADDR": "n7", "MASTER_PORT": "x"})
+    for port in ("x", "0", "65536"):
+        with pytest.raises(ValueError, match=f"MASTER_PORT is '{port}': .* from 1 to 65535"):
+            address(TORCHRUN | {"MASTER_ADDR": "n7", "MASTER_PORT": port})
     assert [first_host(n) for n in ("n1", "n[1,3]", "a-[01-9],b", "r[1-2]n[3-4],c")] == [
         "n1",
         "n1",

@@ -151,7 +151,6 @@ class Mail:
         self.waits = waits_of(comm)
         self.staged = self.device.type == "cuda" and not self.comm.takes_gpu_memory
         self.buffers = Buffers(self.device, self.staged)
-        self.bytes_sent = self.messages_sent = 0
         self._sending: list[_Sent] = []
 
     def __del__(self):
@@ -198,10 +197,6 @@ class Mail:
         wait_for_device(self.device)
         for rank, x, buffer in leaving:
             self._sending.append(_Sent(self.comm.Isend(message(x), rank, tag), x, buffer))
-            self.bytes_sent, self.messages_sent = (
-                self.bytes_sent + x.numel() * x.element_size(),
-                self.messages_sent + 1,
-            )
         self.progress()
 
     def receive(self, form: Form, source: int, tag: int) -> Receipt:
@@ -248,10 +243,6 @@ class Mail:
 
         The caller must test the returned message until it is complete; :meth:`flush` does not.
         """
-        self.bytes_sent, self.messages_sent = (
-            self.bytes_sent + values.numel() * values.element_size(),
-            self.messages_sent + 1,
-        )
         return Message(self.comm.Isend_part(as_bytes(values), to, tag), values)
 
     def begin_receive(self, buffer: Tensor, source: int, tag: int) -> Message:

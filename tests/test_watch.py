@@ -10,12 +10,13 @@ import textwrap
 import time
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_transport import torchrun
 
 import distseg
-from distseg.comm import progress
+from distseg.comm import guardian, progress
 from distseg.comm.alone import Alone
 from distseg.comm.guardian import ALONE_AFTER, GONE_AFTER, PAGE, Member, Rank, report, verdict
 from distseg.comm.waits import Ranks, Waits
@@ -280,6 +281,30 @@ def test_a_job_with_a_rank_that_hangs_is_ended(mpirun, tmp_path, where, how, sai
             stacks = list((tmp_path / "run").glob("hang-*/rank-*.txt"))
             time.sleep(0.05)
         assert len(stacks) == 3
+
+
+@pytest.mark.parametrize(
+    "state, limit, after", [("T", 2.0, 2), ("S", 2.0, 60), ("S", 90.0, 90), ("T", 0.0, None)]
+)
+def test_a_process_that_does_not_end_is_killed_at_the_limit(
+    state, limit, after, monkeypatch, capfd
+):
+    """Stopped, or still at work, for which it has a minute at least; without a limit it may stay."""
+    slept, killed = [], []
+    guarded = SimpleNamespace(
+        state=state,
+        limit=limit,
+        is_there=lambda: len(slept) < 2000,
+        kill=lambda: killed.append(round(sum(slept))),
+    )
+    ending = object.__new__(guardian.Guardian)
+    ending.monitors, ending.guests, ending.strangers = (), {}, ()
+    ending.number, ending.rank = 3, guarded
+    monkeypatch.setattr(guardian.time, "sleep", slept.append)
+    ending._see_off()
+    assert killed == ([] if after is None else [after])
+    said = capfd.readouterr().err
+    assert ("rank 3 on" in said and f"killed after {after} s" in said) == (after is not None)
 
 
 @pytest.mark.slow

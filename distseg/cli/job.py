@@ -73,7 +73,7 @@ def job(
             comm = world(transport)
         with raise_jointly(comm):
             if failure is not None:
-                raise failure
+                raise ValueError(str(failure))  # a joint failure would not name this rank
         assert_consistent(comm, {**settings(asdict(config)), **flags, **versions()}, _REPAIR)
         join(comm, stacks(config))
         yield config, flags, comm

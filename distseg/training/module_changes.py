@@ -57,7 +57,7 @@ class ModuleChanges:
         now = _settings(module)
         for name, before in self._before.items():
             found = now.get(name)
-            mode = name.endswith(".training")
+            mode = name.rpartition(".")[2] == "training"
             if found == before or mode and module.training != self._training:
                 continue
             change = f"is {found!r}, but was {before!r}"

@@ -221,9 +221,9 @@ def main() -> None:
     )
     parser.add_argument("--reducer", default="auto")
     parser.add_argument(
-        "--late_sums",
+        "--sums_in_turns",
         action="store_true",
-        help="in every second step, the first one too, sums of gradients start after the backward pass",
+        help="sums of gradients start after the backward pass in steps 0, 2, 4, ..., and during it in the others",
     )
     parser.add_argument(
         "--idle_waits", action="store_true", help="waits are not filled with weight gradients"
@@ -238,10 +238,10 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     given = vars(parser.parse_args())
     names = (
-        *("alone", "reducer", "late_sums", "idle_waits", "system_malloc"),
+        *("alone", "reducer", "sums_in_turns", "idle_waits", "system_malloc"),
         *("steps", "patience", "warmup"),
     )
-    alone, reducer, late, idle, system, steps, patience, warmup = (
+    alone, reducer, turns, idle, system, steps, patience, warmup = (
         given.pop(name) for name in names
     )
     torch.set_num_threads(1)
@@ -256,10 +256,10 @@ def main() -> None:
     before = peak()
     for _ in range(warmup):
         step()
-    early = engine.reducer.early
 
     def before_step(number: int) -> None:
-        engine.reducer.early = early and not (late and number % 2 == 0)
+        if turns:
+            engine.reducer.early = number % 2 == 1
 
     cpu = time.process_time()
     found = timed(step, comm, steps, patience, before_step)

@@ -261,7 +261,8 @@ def test_horovod_sums_gradients_of_gpus_only_if_it_was_built_for_them(
     """Built for MPI alone it would send a GPU's gradients before they are computed."""
     horovod_built(nccl, cuda)
     mesh = Mesh(comm, tiles=(2, 1))
-    assert make_reducer("auto", mesh, device="cpu").name == "horovod"
+    of_cpu = make_reducer("auto", mesh, device="cpu")
+    assert (of_cpu.name, of_cpu.early) == ("horovod", False), "its thread would take cores"
     lacks = "Horovod is built without NCCL and CUDA and cannot sum gradients on GPUs"
     if nccl or cuda:
         assert (
@@ -270,8 +271,10 @@ def test_horovod_sums_gradients_of_gpus_only_if_it_was_built_for_them(
             == "horovod"
         )
         assert lacks not in capsys.readouterr().out
+        assert make_reducer("auto", mesh, device="cuda").early
         return
-    assert make_reducer("auto", mesh, device="cuda").name == "mpi"
+    of_gpu = make_reducer("auto", mesh, device="cuda")
+    assert (of_gpu.name, of_gpu.early) == ("mpi", False), "its copies would wait for kernels"
     assert capsys.readouterr().out.count(
         f"distseg: {lacks}, gradients are summed by MPI (mesh.reducer: mpi)"
     ) == (comm.rank == 0)

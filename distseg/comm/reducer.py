@@ -32,9 +32,9 @@ from distseg.comm.waits import Waits, When, waits_of
 
 _SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
 _STALL = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-# Milliseconds between the rounds in which Horovod's thread asks all ranks for work. There is work
-# once for each bucket of a step. On a CPU every round takes cores from the computation
-# (benchmarks/performance.md).
+# Milliseconds between the rounds in which Horovod's thread asks all ranks for work. On a CPU there
+# is work once a step, and every round takes cores from the computation (benchmarks/performance.md).
+# On a GPU there is work for every bucket.
 _CYCLE = {"cpu": "20", "cuda": "1"}
 _BUCKET = 1 << 24  # bytes of a bucket
 _UNDER_WAY = 1 << 26  # bytes of the buckets whose sums may be under way at the same time
@@ -297,12 +297,13 @@ class HorovodReducer(Reducer):
         process_set: Horovod's process set of the replicas.
         waits: the wait policy of the mesh.
         fp16: True to compress gradients to fp16 for the sum.
+        early: True if sums may start while the backward pass still runs.
     """
 
-    name, early = "horovod", True
+    name = "horovod"
 
-    def __init__(self, process_set, waits: Waits, fp16: bool = False):
-        self.process_set, self.waits, self.fp16 = process_set, waits, fp16
+    def __init__(self, process_set, waits: Waits, fp16: bool = False, early: bool = True):
+        self.process_set, self.waits, self.fp16, self.early = process_set, waits, fp16, early
         self._under_way: list[tuple[Tensor, Tensor, int]] = []  # bucket, summands, Horovod's number
 
     def start(self, bucket: Tensor) -> None:
@@ -365,7 +366,9 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu") -> Re
     if mesh.replicas.size == 1:
         return LoneReducer()
     if asked and not lacks:
-        return HorovodReducer(_process_set(mesh, device), mesh.waits, fp16)
+        # On a CPU Horovod's thread would wait in a busy loop on the cores of the backward pass.
+        process_set = _process_set(mesh, device)
+        return HorovodReducer(process_set, mesh.waits, fp16, early=device == "cuda")
     if lacks and mesh.world.rank == 0:
         print(f"distseg: {lacks}, gradients are summed by MPI (mesh.reducer: mpi)", flush=True)
     # On a GPU a sum begins with a copy that waits for all kernels, so it would delay later kernels.

@@ -21,7 +21,7 @@ class _Memory:
     written: int = 0  # by what was queued then; 0 never
     touched: int = 0
     pinned: bool = False
-    messages: list = field(default_factory=list)  # under way, from or into it
+    messages: list = field(default_factory=list)  # under way, from or into bytes of it
 
 
 class Order:
@@ -45,7 +45,7 @@ class Order:
         self.clock += 1
         for x, writing in [(x, False) for x in reads] + [(x, True) for x in writes]:
             memory = self.of(x)
-            self._check_messages(memory, writing, "something queued")
+            self._check_messages(memory, x, writing, "something queued")
             memory.touched = self.clock
             if writing:
                 memory.written = self.clock
@@ -66,18 +66,18 @@ class Order:
         for x, writing in [(x, False) for x in reads] + [(x, True) for x in writes]:
             memory = self.of(x)
             self._check_done(memory, writing, "the host")
-            self._check_messages(memory, writing, "the host")
+            self._check_messages(memory, x, writing, "the host")
 
     def send(self, x: Tensor, request) -> None:
         memory = self.of(x)
         self._check_done(memory, False, "MPI")
-        memory.messages.append((request, False))
+        memory.messages.append((request, False, _bytes(x)))
 
     def receive(self, x: Tensor, request) -> None:
         memory = self.of(x)
         self._check_done(memory, True, "MPI")
-        self._check_messages(memory, True, "MPI")
-        memory.messages.append((request, True))
+        self._check_messages(memory, x, True, "MPI")
+        memory.messages.append((request, True, _bytes(x)))
 
     def _check_done(self, memory: _Memory, writing: bool, who: str) -> None:
         last = memory.touched if writing else memory.written
@@ -86,11 +86,20 @@ class Order:
                 f"{who} {'writes' if writing else 'reads'} memory that something queued has yet to {'touch' if writing else 'write'}"
             )
 
-    def _check_messages(self, memory: _Memory, writing: bool, who: str) -> None:
-        memory.messages = [
-            (request, into) for request, into in memory.messages if not request.complete
-        ]
-        if any(into or writing for _, into in memory.messages):
+    def _check_messages(self, memory: _Memory, x: Tensor, writing: bool, who: str) -> None:
+        memory.messages = [message for message in memory.messages if not message[0].complete]
+        mine = _bytes(x)
+        if any(
+            (into or writing) and mine.start < its.stop and its.start < mine.stop
+            for _, into, its in memory.messages
+        ):
             raise Race(
                 f"{who} {'writes' if writing else 'reads'} memory of a message that is under way"
             )
+
+
+def _bytes(x: Tensor) -> range:
+    """Return the bytes of its storage between the first and the last one of a tensor."""
+    first = x.storage_offset()
+    cells = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) if x.numel() else 0
+    return range(first * x.element_size(), (first + cells) * x.element_size())

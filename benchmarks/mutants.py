@@ -124,6 +124,7 @@ MUTANTS = (
     Mutant("a rank alone has the memory of a node", "cli/plan_layouts.py", "max(1, (cores or 1) // torch.get_num_threads())", "max(1, (cores and 1) // torch.get_num_threads())", "layouts"),
     Mutant("a port may have any number", "comm/transports.py", "not text.isdecimal() or not 0 < int(text) < 1 << 16", "not text.isdecimal()", "transport"),
     Mutant("a process at work is killed as soon as a stopped one", "comm/guardian.py", "self.rank.limit if stopped else max(self.rank.limit, ENDS_WITHIN)", "self.rank.limit", "watch"),
+    Mutant("the number of bands that is given is not taken", "api.py", "    if in_channels is not None:\n", "    if in_channels is None:\n", "api"),
 )  # fmt: skip
 
 

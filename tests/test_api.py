@@ -517,6 +517,20 @@ WRONG = {
 }
 
 
+def test_a_network_of_any_number_of_bands_takes_the_number_that_is_given():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 3, padding=1, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.conv(x.mean(1, keepdim=True))
+
+    module, x = Mean(), torch.rand(1, 5, 8, 8, dtype=torch.float64)
+    model = distseg.distribute(copy.deepcopy(module), distseg.init_mesh(), in_channels=5)
+    torch.testing.assert_close(model.predict(x), module(x).detach())
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_wrong_images_are_refused(kind):
     change, message = WRONG[kind]

@@ -11,8 +11,10 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
+import torch
 from torch import nn
 
 from benchmarks.harness import parent, repeats_of, report
@@ -40,6 +42,7 @@ CASES = {  # name: (network, size of an image)
         "320x320",
     ),
     "residual, captured": (dict(name="benchmarks.layouts:residual"), "256x384"),
+    "U-Net, captured": (dict(name="benchmarks.layouts:Plain"), "384x256"),
 }
 
 
@@ -59,6 +62,34 @@ def residual(in_channels: int = 3, out_channels: int = 3) -> nn.Module:
     blocks = [Block(24) for _ in range(4)]
     return nn.Sequential(
         nn.Conv2d(in_channels, 24, 3, padding=1), *blocks, nn.Conv2d(24, out_channels, 1)
+    )
+
+
+class Plain(nn.Module):
+    """A U-Net as users write it: batch norm, max-pooling, transposed convolutions, concatenation."""
+
+    def __init__(self, in_channels: int = 3, out_channels: int = 3):
+        super().__init__()
+        self.down = nn.ModuleList(
+            [_double(a, b) for a, b in ((in_channels, 16), (16, 32), (32, 64))]
+        )
+        self.up = nn.ModuleList([nn.ConvTranspose2d(2 * n, n, 2, stride=2) for n in (32, 16)])
+        self.join = nn.ModuleList([_double(2 * n, n) for n in (32, 16)])
+        self.head = nn.Conv2d(16, out_channels, 1)
+
+    def forward(self, x):
+        first = self.down[0](x)
+        second = self.down[1](nn.functional.max_pool2d(first, 2))
+        x = self.down[2](nn.functional.max_pool2d(second, 2))
+        for up, join, skip in zip(self.up, self.join, (second, first)):
+            x = join(torch.cat((skip, up(x)), 1))
+        return self.head(x)
+
+
+def _double(a: int, b: int) -> nn.Sequential:
+    conv = partial(nn.Conv2d, kernel_size=3, padding=1, bias=False)
+    return nn.Sequential(
+        conv(a, b), nn.BatchNorm2d(b), nn.ReLU(), conv(b, b), nn.BatchNorm2d(b), nn.ReLU()
     )
 
 

@@ -12,20 +12,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.pipeline_steps import SCHEDULES, Step, config_of
 from benchmarks.steps import Setting
 from distseg.comm.launch import peak_memory, reset_peak_memory, resident_memory, world
 from distseg.models.zoo import build_model
 from distseg.planning.cost import modelled
+from distseg.planning.live_bytes import LiveBytes
 from distseg.planning.stage_memory import Policy, ranges_of, stage_memory
 from distseg.training.engine import Engine
 
@@ -35,40 +33,6 @@ RETURN_FREED = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }  # environment of the ranks
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of storages that kernels make while it is on.
-
-    Args:
-        known: tensors that were there before; they are not counted.
-
-    Attributes:
-        bytes, peak: alive now, and at most.
-    """
-
-    def __init__(self, known: Iterable[Tensor] = ()):
-        super().__init__()
-        self.bytes = self.peak = 0
-        self._seen = {t.untyped_storage()._cdata for t in known}
-
-    def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
-        result = kernel(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._add(leaf.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self.bytes += storage.nbytes()
-            self.peak = max(self.peak, self.bytes)
-            weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
-
-    def _remove(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.bytes -= size
 
 
 def resident_peak(work: Callable[[], object]) -> int | None:
@@ -100,7 +64,9 @@ def measured(step: Step) -> dict[str, int | None]:
     there = lasting(step.engine)
     pixels = [t for pieces in step.pieces for p in pieces for t in (p.pixels, p.labels)]
     gc.collect()
-    with Alive([*sum(there.values(), []), *step.engine.model.buffers(), *pixels]) as alive:
+    with LiveBytes(
+        "cpu", [*sum(there.values(), []), *step.engine.model.buffers(), *pixels]
+    ) as alive:
         step()
     return {"tensors": alive.peak, "resident": resident_peak(step)} | {
         name: sum(t.nbytes for t in tensors) for name, tensors in there.items()

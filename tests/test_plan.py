@@ -306,9 +306,9 @@ def test_memory_of_a_stage_by_hand():
     policy = Policy(4, "1f1b", "always", optimizer_copies=1)
     memory = stage_memory(ranges, middle, 1, 3, policy)
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * 64,) * 3
-    # Again forward: one with all, one with its input, room for the gradient, the next one's, the next input, and an output that leaves.
+    # Backward: one with all, one with its input, room for the next gradient and input, and an output that leaves.
     assert (
-        memory.total - 12 * 64 == (2.75 + 1 + 1 + 1 + 1 + 1) * plane
+        memory.total - 12 * 64 == (2.75 + 1 + 1 + 1 + 1 + 1.25) * plane
         and memory.working == 1.25 * plane
     )
     assert peaks(ranges, 3, policy)[(1, *middle)] == memory.total

@@ -33,24 +33,30 @@ from distseg.comm.launch import (
 )
 from distseg.comm.mesh import Mesh
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config, MeshConfig, PipelineConfig, SpatialConfig
+from distseg.config.settings import (
+    Config,
+    MeshConfig,
+    PipelineConfig,
+    SpatialConfig,
+    output_weights,
+)
 from distseg.config.sizes import Size
 from distseg.config.units import duration
 from distseg.data.sampler import sample_sizes
 from distseg.layers.graph import reach_for
-from distseg.layers.loss import is_linear
+from distseg.layers.loss import Loss
 from distseg.layers.norm import active_norms, kind_of
 from distseg.models.bands import channels_of
 from distseg.models.capture.capture import as_network
 from distseg.models.network import flat_layers, is_flat, of_image
 from distseg.planning.cluster import Cluster
-from distseg.planning.cost import Costs, modelled
+from distseg.planning.cost import modelled
 from distseg.planning.layout_pictures import plot_layouts
+from distseg.planning.live_tensors import NetworkTensors, tensors_of
 from distseg.planning.machine import Machine, as_profile, load_machine
 from distseg.planning.mesh_search import MeshLayout, Planner, Prediction, Work
 from distseg.planning.rates import PRECISIONS as RATED
 from distseg.planning.roofline import CORE, fastest, this_cpu
-from distseg.planning.stage_memory import Policy, ranges_of, stage_memory
 from distseg.planning.step_simulation import simulate_step
 from distseg.planning.timeline import plot_timeline
 from distseg.report.tables import table
@@ -280,6 +286,11 @@ class PlannedTraining:
         largest, network = Size(max(sizes, key=math.prod)), as_network(prepared.model)
         return cls(prepared.config, network, largest, sizes, samples)
 
+    @property
+    def _loss(self) -> Loss:
+        config = self.config
+        return Loss(config.loss, channels_of(self.model)[1], output_weights(config.model))
+
     def precisions(self, machine: Machine) -> list[str]:
         """Return the number types to compare: those with measured rates, if ``auto`` is set.
 
@@ -328,10 +339,11 @@ class PlannedTraining:
             reach_for(self.model, True),
             tuple(norms),
             state_copies(config.optim),
-            is_linear(config.loss.name),
+            self._loss,
             whole_step,
             config.mesh.samples if joins else None,
             precision,
+            precision == "bf16" if (last := config.train.channels_last) is None else last,
         )
 
     def samples_only(self, ranks: int) -> MeshLayout:
@@ -363,14 +375,16 @@ class PlannedTraining:
         config = self.config
         device = set_up(world, config.run.device, config.run.threads).device
         throughput = this_cpu() if device.type == "cpu" else CORE
-        precision, _ = choose(config.train, device, world)
+        precision, last = choose(config.train, device, world)
         sizes = self._timed_sizes()
         rows = []
         for size in sizes:
             seconds, base, rise = self._timed(size, world, device)
             costs = modelled(self.model, size, config.data.images, throughput, precision)
             rows.append((seconds, sum(costs.forward) + sum(costs.backward), 2 * len(costs.layers)))
-        spread = self._spread(costs, rise)
+        images = config.data.images
+        tensors = tensors_of(self.model, sizes[-1], images, precision, last, self._loss)
+        spread = self._spread(tensors, rise)
         (small, less, calls), (large, more, _) = rows
         factor = (large - small) / (more - less) if more > less and large > small else large / more
         # Images may be so small that calls take nearly all the time; some is left for the
@@ -430,19 +444,17 @@ class PlannedTraining:
         peak = peak if peak > earlier else memory_in_use(device)
         return tuple(map(max, zip(*world.allgather((seconds, base, peak - base)))))
 
-    def _spread(self, costs: Costs, rise: int) -> float:
+    def _spread(self, network: NetworkTensors, rise: int) -> float:
         """Return the bytes that a process takes for a byte of activations (`Machine.spread`).
 
         Args:
-            costs: the costs of a step.
+            network: the tensors of a step.
             rise: the bytes that the process takes more in this step, weights included.
         """
-        policy = Policy(optimizer_copies=state_copies(self.config.optim))
-        memory = stage_memory(ranges_of(costs), (0, len(costs.layers)), 0, 1, policy)
-        activations = float(memory.activations + memory.working)
-        if activations < _ENOUGH:
+        if network.activations < _ENOUGH:
             return _SPREAD
-        measured = (rise - float(memory.weights + memory.gradients)) / activations
+        weights = sum(layer.parameters for layer in network.layers)
+        measured = (rise - 2 * network.weight_bytes * weights) / network.activations
         return max(1.0, _MARGIN * measured)
 
     def _timed_sizes(self) -> tuple[Size, Size]:
@@ -467,7 +479,7 @@ class PlannedTraining:
         return (small, large) if small != large else (at(shrink / 4), large)
 
     def step(
-        self, layout: MeshLayout, comm, device: torch.device
+        self, layout: MeshLayout, comm, device: torch.device, balance: Sequence[int] | None = None
     ) -> tuple[Engine, list[list[TileBatch]]]:
         """Return an engine for timing one step of a layout, and random data for that step.
 
@@ -478,6 +490,7 @@ class PlannedTraining:
                 mesh, schedule and number of micro-batches.
             comm: a communicator with as many ranks as the mesh.
             device: the device of this rank.
+            balance: the number of layers of each stage; by default the engine's own choice.
 
         Returns:
             The engine, with a copy of the network; and this rank's tile batches of random images, a
@@ -488,7 +501,7 @@ class PlannedTraining:
             mesh=MeshConfig(reducer="mpi"),
             pipeline=PipelineConfig(),
             spatial=SpatialConfig(frozen_norm=self.config.spatial.frozen_norm),
-        ).with_values(layout.values())
+        ).with_values({**layout.values(), "pipeline.balance": balance})
         bands, classes = channels_of(self.model)
         vectors = of_image(self.model, self.size)
         images = RandomImages(self.size, bands, classes, config.loss, config.train.seed, vectors)

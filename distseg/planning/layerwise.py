@@ -44,20 +44,23 @@ class Alone:
             self.output = self.layer(*map(_Alias.apply, self.inputs))
         return self.output
 
-    def backward(self) -> None:
+    def backward(self) -> list[Tensor]:
         """Run the backward pass, so that its time and memory can be measured.
 
-        The gradient of the output is arbitrary. The gradients of inputs and parameters are computed
-        and discarded.
+        The gradient of the output is arbitrary. The gradients of parameters are computed and
+        discarded; those of the inputs that need one are returned.
         """
         inputs = [t for t in (*self.inputs, *self.layer.parameters()) if t.requires_grad]
-        if inputs and self.output.requires_grad:
-            # The output serves as its own gradient, so none is allocated. There is one gradient
-            # per reader, as autograd adds them up. A layer need not use all of its parameters.
-            times = max(1, self.readers)
-            torch.autograd.grad(
-                [self.output] * times, inputs, [self.output.detach()] * times, allow_unused=True
-            )
+        if not (inputs and self.output.requires_grad):
+            return []
+        # The output serves as its own gradient, so none is allocated. There is one gradient per
+        # reader, as autograd adds them up. A layer need not use all of its parameters.
+        times = max(1, self.readers)
+        found = torch.autograd.grad(
+            [self.output] * times, inputs, [self.output.detach()] * times, allow_unused=True
+        )
+        maps = sum(t.requires_grad for t in self.inputs)
+        return [gradient for gradient in found[:maps] if gradient is not None]
 
 
 class _Alias(torch.autograd.Function):

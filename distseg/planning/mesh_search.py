@@ -28,10 +28,12 @@ import numpy as np
 from torch import nn
 
 from distseg.config.sizes import Size
+from distseg.layers.criterion import Criterion
 from distseg.layers.graph import graph_of
 from distseg.models.network import calls_of
-from distseg.planning.balance import split_within, sums
+from distseg.planning.balance import split_within
 from distseg.planning.cost import Costs, Seconds
+from distseg.planning.live_tensors import NetworkTensors, TileSizes, stage_tensors, tensors_of
 from distseg.planning.machine import Machine
 from distseg.planning.pass_times import Modelled, StagePasses
 from distseg.planning.pipeline_bounds import PipelineTimes
@@ -47,7 +49,7 @@ from distseg.runtime.partition import Partition, Partitioner
 from distseg.runtime.schedule import orders, splits
 from distseg.runtime.simulator import Simulation
 from distseg.runtime.spans import Span
-from distseg.tiling.layout import TileBorders, exchange_points
+from distseg.tiling.layout import TileBorders, TileCells, exchange_points
 from distseg.tiling.tile import Box, ReceptiveField, factorings, split, window
 
 EXCHANGES = ("all", "level", "1")
@@ -179,11 +181,11 @@ class Work:
         reach: halo and stride of the network.
         norms: indices of the layers with statistics over the image.
         copies: values that the optimizer keeps per weight.
-        linear: True if the loss gradient follows from the labels alone
-            (:attr:`distseg.layers.loss.Loss.linear`), so that backward passes need not wait.
+        loss: the loss of the training.
         step_norms: True if batch norm takes its statistics over the images of all sample groups.
         samples: number of sample groups if another number would change the result; else None.
         precision: the number type: fp64, fp32 or bf16.
+        channels_last: True if feature maps have the memory format channels_last.
     """
 
     model: nn.Module
@@ -194,10 +196,11 @@ class Work:
     reach: ReceptiveField
     norms: tuple[int, ...]
     copies: int
-    linear: bool
+    loss: Criterion
     step_norms: bool = False
     samples: int | None = None
     precision: str = "fp32"
+    channels_last: bool = False
 
     @cached_property
     def graph(self):
@@ -237,10 +240,12 @@ class TileWork:
         shares: for each layer, the number of cells that the tile computes, as a fraction of the
             cells of the whole feature map.
         halos: for each layer, (bytes, number) of the halo messages before its forward pass.
+        sizes: how large the tile's tensors are.
     """
 
     shares: tuple[float, ...]
     halos: tuple[tuple[float, int], ...]
+    sizes: TileSizes
 
 
 @dataclass(frozen=True)
@@ -368,15 +373,14 @@ class _Candidate:
         least: lower bound of the seconds of a step.
         place: the place of the layout in the order of :meth:`Planner.candidates`.
         layout: the layout.
-        share: the cells of the slowest tile of the layout's grid as a fraction of the image's, if
-            ``least`` follows from this tile.
+        tile: the sizes of the slowest tile of the layout's grid, if ``least`` follows from it.
         stages: the stages, if ``least`` follows from them.
     """
 
     least: float
     place: int
     layout: MeshLayout = field(compare=False)
-    share: float | None = field(default=None, compare=False)
+    tile: TileSizes | None = field(default=None, compare=False)
     stages: _Stages | None = field(default=None, compare=False)
 
 
@@ -477,8 +481,17 @@ class Planner:
         self._least_part = lru_cache(None)(self._find_least_part)
         self._fastest_split = lru_cache(None)(self._find_fastest_split)
         self._cut_on = lru_cache(None)(self._find_cut)
+        self._kept_on = lru_cache(_MESHES)(self._find_kept_on)
         self._stage_seconds = lru_cache(_MESHES)(self._find_stage_seconds)
         self._peaks_of = lru_cache(_MESHES)(partial(activation_peaks, work.ranges))
+
+    @cached_property
+    def tensors(self) -> NetworkTensors:
+        """Tensors of the network for a micro-batch of whole images."""
+        work = self.work
+        return tensors_of(
+            work.model, work.image, work.images, work.precision, work.channels_last, work.loss
+        )
 
     def on(self, machine: Machine, costs: Costs, limit: float | None = None) -> Planner:
         """Return a planner of the same step on another machine.
@@ -492,6 +505,7 @@ class Planner:
         """
         other = Planner(replace(self.work, costs=costs), machine, limit)
         other.tile_work, other._peaks_of = self.tile_work, self._peaks_of
+        other.tensors = self.tensors
         other._longest_window, other._borders = self._longest_window, self._borders
         other._least_part = self._least_part
         return other
@@ -532,11 +546,11 @@ class Planner:
                 continue
             if one.stages is not None:
                 found.add(self._predicted(layout, one.stages), one.place)
-            elif layout.stages > 1 and self._least_memory(layout, one.share) > self.limit:
+            elif layout.stages > 1 and self._least_memory(layout, one.tile) > self.limit:
                 add_again(one)
-            elif one.share is None:
-                share = max(self.tile_work(layout.tiles, layout.exchange).shares)
-                heappush(queue, replace(one, least=self.least_seconds(layout), share=share))
+            elif one.tile is None:
+                tile = self.tile_work(layout.tiles, layout.exchange).sizes
+                heappush(queue, replace(one, least=self.least_seconds(layout), tile=tile))
             else:
                 try:
                     stages = self._cut(layout)
@@ -607,7 +621,7 @@ class Planner:
     def _schedules(self, stages: int) -> tuple[str, ...]:
         if stages == 1:
             return ("1f1b",)
-        return ("gpipe", "1f1b", "zb-h1") if self.work.linear else ("gpipe",)
+        return ("gpipe", "1f1b", "zb-h1") if self.work.loss.linear else ("gpipe",)
 
     def _grids(self, count: int, sizes: Collection[tuple[int, ...]]) -> list[Size]:
         """Return the few best grids of ``count`` tiles that fit all images, best first.
@@ -646,24 +660,50 @@ class Planner:
         work, layers = self.work, len(self.work.costs.layers)
         none = ((0.0, 0),) * layers
         if grid.volume == 1:
-            return TileWork((1.0,) * layers, none)
-        if exchange == "all":
-            share = self._largest_window(grid) / math.prod(work.image)
-            return TileWork((share,) * layers, none)
+            return TileWork((1.0,) * layers, none, TileSizes.whole(layers))
         tiles = [self._borders(dim, parts) for dim, parts in enumerate(grid)]
         beyond = frozenset().union(*(tile.reads_beyond for tile in tiles))
         points = self._exchange_points(beyond, exchange)
-        shares, halos = [], list(none)
+        shares, halos, stored, frames = [], list(none), [0.0], [0.0] * layers
+        read, cut = [0.0] * layers, [False] * layers
+        pool: dict[int, int] = {}  # the number of halo messages by the size of their buffers
         for number, along in enumerate(zip(*(tile.cells(points) for tile in tiles))):
-            cells = math.prod(tile.maps[number + 1][0] for tile in tiles)
-            shares.append(math.prod(dim.output for dim in along) / max(1, cells))
+            source = work.graph[number].first
+            before, after = (
+                max(1, math.prod(tile.maps[m][0] for tile in tiles)) for m in (source, number + 1)
+            )
+            shares.append(math.prod(dim.output for dim in along) / after)
+            if source == 0:
+                stored[0] = max(stored[0], math.prod(dim.held for dim in along) / before)
+            fuses = self.tensors.layers[number].fuses
+            made = math.prod(
+                _stored(dim, tile.maps[source][0], tile.maps[number + 1][0], number in points)
+                for dim, tile in zip(along, tiles)
+            )
+            stored.append(made / after)
+            cut[number] = made > math.prod(dim.output for dim in along)
+            needed, held = (math.prod(each) for each in zip(*((d.input, d.held) for d in along)))
+            if needed < held and number not in points:
+                read[number] = needed / before
             if number in points:
-                source = work.graph[number].first
-                cells = max(1, math.prod(tile.maps[source][0] for tile in tiles))
+                frames[number] = math.prod(_framed(dim, fuses) for dim in along) / before
                 arrive = math.prod(dim.input for dim in along) - math.prod(dim.had for dim in along)
-                size = self.work.bytes_of(source) / cells * arrive
-                halos[number] = (size, math.prod(min(3, g) for g in grid) - 1)
-        return TileWork(tuple(shares), tuple(halos))
+                size = self.work.bytes_of(source) / before * arrive
+                messages = math.prod(min(3, g) for g in grid) - 1
+                halos[number] = (size, messages)
+                sides = (messages + 1) // 2  # The other messages are those of corners.
+                buffer = 1 << max(0, math.ceil(size / sides) - 1).bit_length()
+                pool[buffer] = max(pool.get(buffer, 0), sides)
+        buffers = _POOLED * sum(size * count for size, count in pool.items())
+        lengths = (
+            max(b - a for a, b in split(n, parts, stride))
+            for n, parts, stride in zip(work.image, grid, work.reach.stride)
+        )
+        owned = math.prod(lengths) / math.prod(work.image)
+        sizes = TileSizes(tuple(stored), tuple(frames), tuple(read), tuple(cut), owned, buffers)
+        if exchange == "all":
+            shares = [self._largest_window(grid) / math.prod(work.image)] * layers
+        return TileWork(tuple(shares), tuple(halos), sizes)
 
     def _find_exchange_points(self, beyond: frozenset[int], exchange: str) -> frozenset[int]:
         return frozenset(exchange_points(self.work.graph, beyond, exchange))
@@ -827,37 +867,47 @@ class Planner:
         a, b = ranges[_largest([0, *(b for _, b in ranges)])]
         return (b - a) // stride * stride / (n + stride)
 
-    def _least_memory(self, layout: MeshLayout, share: float | None = None) -> float:
+    def _least_memory(self, layout: MeshLayout, tile: TileSizes | None = None) -> float:
         """Return a lower bound of the bytes of the rank with the highest peak.
 
-        Let stage s hold all activations of h_s micro-batches at once. If no stage takes more than
-        M bytes, stage s has at most M / h_s bytes of activations for a micro-batch. All stages
-        together have A bytes, so M is at least A / (1/h_0 + ... + 1/h_{S-1}). Another bound is what
-        a stage takes that has only one layer, in a backward pass.
+        Let stage s hold L_s bytes of weights and what belongs to them, and all activations of h_s
+        micro-batches at once. If no stage takes more than M bytes, stage s has at most
+        (M - L_s) / h_s bytes of activations for a micro-batch. All stages together have A and L
+        bytes, so M is at least (A + L / max h_s) / (1/h_0 + ... + 1/h_{S-1}). Another bound is what
+        a stage takes that has only one layer, in its backward pass.
 
         Args:
             layout: the layout.
-            share: the cells of the slowest tile as a fraction of the image's; a lower bound by
-                default.
+            tile: the sizes of the slowest tile; by default those of the least tile of its grid.
         """
-        parts = sum(1 / held for held in _held_at_once(layout.stages, self._policy(layout)))
-        share = self._least_share(layout.tiles) if share is None else share
-        share *= self.machine.spread
-        weights, activations = self._one_layer
-        one = (weights + share * activations).max()
-        whole = share * self.work.ranges.full[0, -1] / parts
+        held = _held_at_once(layout.stages, self._policy(layout))
+        share = 1.0
+        if tile is None:
+            tile = TileSizes.whole(len(self.tensors.layers))
+            share = self._least_share(layout.tiles)
+        one, every = self._kept_on(tile, share)
+        lasting = (2 + self.work.copies) * self.tensors.weight_bytes * self.work.parameters
+        whole = (every + lasting / max(held)) / sum(1 / count for count in held)
         return self.machine.base + _ROUNDED * max(whole, one)
 
-    @cached_property
-    def _one_layer(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that a stage of one layer takes, for each layer.
+    def _find_kept_on(self, tile: TileSizes, share: float) -> tuple[float, float]:
+        """Return bytes of the largest stage of one layer, and of all activations together.
 
-        The first array is the bytes of weights, gradients and optimizer state. The second one is
-        the bytes of activations and of the backward pass.
+        Args:
+            tile: the sizes of feature maps.
+            share: a factor on them.
         """
-        ranges, where = self.work.ranges, np.arange(len(self.work.costs.layers))
-        lasting = ranges.lasting(self.work.copies)
-        return lasting[where, where + 1], (ranges.full + ranges.working)[where, where + 1]
+        network, spread = self.tensors, self.machine.spread * share
+        least = network.least_of_layers(tile)
+        per_weight = (2 + self.work.copies) * network.weight_bytes
+        one = max(
+            per_weight * layer.parameters + spread * (sum(kept.values()) + gradients)
+            for layer, (kept, gradients) in zip(network.layers, least)
+        )
+        every: dict[int, float] = {}
+        for kept, _ in least:
+            every |= kept
+        return one, spread * sum(every.values())
 
     def _policy(self, layout: MeshLayout) -> Policy:
         return Policy(layout.micro_batches, layout.schedule, layout.recompute, self.work.copies)
@@ -914,20 +964,47 @@ class Planner:
     def _find_cut(self, on_tile: _LayersOnTile, stages: int, policy: Policy) -> _Stages | None:
         """Return the fastest stages, or None if no split into stages fits the memory limit."""
         seconds, balance = self._fastest_split(on_tile, stages, policy.recompute)
-        memory = self._memory_of(balance, policy, on_tile.tile)
+        partition = self.work.partitioner.cut(balance)
+        memory = self._memory_of(partition, policy, on_tile.tile)
         if stages > 1 and memory > self.limit:
-            limit = max(0.0, self.limit - self.machine.base)
-            fits = (table <= limit for table in self._peaks(stages, policy, on_tile.tile))
-            balance = split_within(self._stage_seconds(on_tile, policy.recompute), stages, fits)
-            if balance is None:
+            found = self._cut_within(on_tile, stages, policy, memory)
+            if found is None:
                 return None
-            memory = self._memory_of(balance, policy, on_tile.tile)
-        partition, share = self.work.partitioner.cut(balance), max(on_tile.tile.shares)
+            partition, memory = found
+        share = max(on_tile.tile.shares)
         travels = tuple(
             self.machine.message(on_tile.neighbours, share * self.work.bytes_of(edge.map))
             for edge in partition.edges
         )
         return _Stages(self.work.costs, seconds, policy, partition, travels, memory)
+
+    def _cut_within(
+        self, on_tile: _LayersOnTile, stages: int, policy: Policy, memory: float
+    ) -> tuple[Partition, float] | None:
+        """Return the fastest stages that fit the memory limit, with their memory, or None.
+
+        The tables of :class:`Ranges` tell quickly how much memory any stage takes, but only about.
+        So the limit for the tables is lowered until the stages that they allow fit.
+
+        Args:
+            on_tile: the layers on the slowest tile.
+            stages: the number of stages.
+            policy: the schedule and recomputation.
+            memory: the bytes of the rank with the highest peak, if memory were no limit.
+        """
+        tables = list(self._peaks(stages, policy, on_tile.tile))
+        seconds = self._stage_seconds(on_tile, policy.recompute)
+        limit = max(0.0, self.limit - self.machine.base)
+        for _ in range(_TRIES):
+            balance = split_within(seconds, stages, (table <= limit for table in tables))
+            if balance is None:
+                return None
+            partition = self.work.partitioner.cut(balance)
+            memory = self._memory_of(partition, policy, on_tile.tile)
+            if memory <= self.limit:
+                return partition, memory
+            limit *= min(0.95, (self.limit - self.machine.base) / (memory - self.machine.base))
+        return None
 
     def _find_fastest_split(
         self, on_tile: _LayersOnTile, stages: int, recompute: str
@@ -987,40 +1064,73 @@ class Planner:
             return 0.0
         return self.machine.sum(ranks, _MOMENTS * 64)
 
-    def _memory_of(self, balance: Sequence[int], policy: Policy, tile: TileWork) -> float:
+    def _memory_of(self, partition: Partition, policy: Policy, tile: TileWork) -> float:
         """Return the bytes of the rank with the highest peak, if the stages have these layers."""
-        ranges, stages, stop = self.work.ranges, len(balance), 0
-        lasting = ranges.lasting(policy.optimizer_copies)
-        copied, held = self._copied(tile), _held_at_once(stages, policy)
-        found = []
-        for stage, layers in enumerate(balance):
-            start, stop = stop, stop + layers
-            load = ranges.load_at(
-                largest_holdings(stage, stages, policy), splits(policy.schedule), (start, stop)
+        return float(
+            self.machine.base
+            + max(
+                self._stage_memory(partition, stage, policy, tile)
+                for stage in range(partition.stages)
             )
-            load += held[stage] * sum(copied[start:stop])
-            found.append(lasting[start, stop] + self.machine.spread * max(tile.shares) * load)
-        return float(self.machine.base + max(found))
+        )
+
+    def _stage_memory(
+        self, partition: Partition, stage: int, policy: Policy, tile: TileWork
+    ) -> float:
+        """Return the bytes of the rank of a stage, besides those that every process takes."""
+        network, layers = self.tensors, partition.ranges[stage]
+        incoming = {edge.map for edge in partition.incoming(stage)}
+        outgoing = {edge.map for edge in partition.outgoing(stage)}
+        apart = partition.stages > 1 and splits(policy.schedule)
+        found = stage_tensors(network, tile.sizes, layers, incoming, outgoing, apart)
+        held = largest_holdings(stage, partition.stages, policy)
+        load = max(map(found.load, held)) + tile.sizes.buffers
+        pixels, labels = network.pixels
+        if stage == 0:
+            load += policy.micro_batches * pixels * tile.sizes.maps[0]
+        if stage + 1 == partition.stages:
+            load += policy.micro_batches * labels * tile.sizes.owned
+            load += _TABLES * 8 * self.work.loss.sums * self.work.batch
+        own = network.layers[layers.start : layers.stop]
+        load += sum(layer.buffers + policy.micro_batches * layer.noted for layer in own)
+        weights = sum(layer.parameters for layer in own)
+        lasting = (2 + policy.optimizer_copies) * network.weight_bytes * weights
+        return lasting + self.machine.spread * load
 
     def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> Iterator[np.ndarray]:
-        """Yield, for each stage, the peak bytes of layers a..b-1 on a tile in entry [a, b]."""
-        lasting, copied = self.work.ranges.lasting(policy.optimizer_copies), self._copied(tile)
-        twice = sums(copied) if any(copied) else None
-        held = _held_at_once(stages, policy)
-        for stage, activations in enumerate(self._peaks_of(stages, policy)):
-            if twice is not None:
-                activations = activations + held[stage] * twice
+        """Yield, for each stage, a quick estimate of the peak of layers a..b-1 in entry [a, b]."""
+        lasting = self.work.ranges.lasting(policy.optimizer_copies)
+        for activations in self._peaks_of(stages, policy):
             yield lasting + self.machine.spread * max(tile.shares) * activations
 
-    def _copied(self, tile: TileWork) -> list[float]:
-        """Return, for each layer, the bytes of its input that a tile holds twice.
 
-        A map that arrives with its halo is a copy of the map that the tile computed.
-        """
-        return [
-            self.work.bytes_of(node.first) if count else 0
-            for node, (_, count) in zip(self.work.graph, tile.halos)
-        ]
+def _stored(cells: TileCells, n: int, m: int, exchanged: bool) -> int:
+    """Return the cells along a dim of the tensor in whose memory a layer's result lies.
+
+    A convolution whose input needs padding on one side only pads both sides, and an up-sampling
+    repeats whole cells; the result is then a part of what the kernel has computed.
+
+    Args:
+        cells: the cells that the tile reads and computes along the dim.
+        n, m: the cells of the whole input and of the whole result.
+        exchanged: True if the tile receives the padding together with a halo.
+    """
+    most = max(cells.output, -(-cells.input * m // n)) if m > n else cells.output
+    return most + (0 if exchanged or m > n else abs(cells.before - cells.after))
+
+
+def _framed(cells: TileCells, fuses: bool) -> int:
+    """Return the cells along a dim of a layer's input with its halo.
+
+    The exchange adds the padding as well, except where a convolution's kernel pads both sides.
+
+    Args:
+        cells: the cells that the tile reads and computes along the dim.
+        fuses: True if the layer is a convolution that is computed together with the exchange.
+    """
+    if fuses and cells.before == cells.after:
+        return cells.input
+    return cells.input + cells.before + cells.after
 
 
 def _held_at_once(stages: int, policy: Policy) -> list[int]:
@@ -1033,6 +1143,13 @@ def _held_at_once(stages: int, policy: Policy) -> list[int]:
     return [min(m, stages - stage) for stage in range(stages)]
 
 
+_TRIES = 6  # limits that Planner tries until the stages of a layout fit
+# Buffers that a rank keeps for each halo message of a layer: to send and to receive, while those of
+# the layer before are still under way.
+_POOLED = 4
+# Tables of float64 with a number for each image of a step and each partial sum of the loss: the
+# sums, the loss gradient, and their copies.
+_TABLES = 4
 _LESS = 0.8  # share of a layout's memory that is the next limit of Planner.front
 _MESHES = 64  # number of meshes whose tables of stages are kept
 _KEPT = 3  # number of layouts of each family that are returned

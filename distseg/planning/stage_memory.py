@@ -87,6 +87,7 @@ class Held(NamedTuple):
         leaving: micro-batches without activations whose outputs the next stage has not received.
         put_off: micro-batches whose weight gradients are still to be computed.
         backward: True if a backward pass is in progress.
+        passing: True if a forward pass is in progress whose activations are not kept.
     """
 
     full: int
@@ -96,6 +97,7 @@ class Held(NamedTuple):
     leaving: int = 0
     put_off: int = 0
     backward: bool = False
+    passing: bool = False
 
 
 def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
@@ -129,7 +131,8 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
         arriving, returning = sum(ahead), len(ahead) - sum(ahead)
         if isinstance(action, Forward):
             full, inputs = full + (not dropped), inputs + dropped
-            found.add(Held(full, inputs, arriving, returning, min(inputs, late), put_off))
+            leaving = min(inputs, late)
+            found.add(Held(full, inputs, arriving, returning, leaving, put_off, passing=dropped))
         if isinstance(action, Backward):
             # Activations are recomputed just before the backward pass, while the stage waits for
             # the gradient of its output.
@@ -143,7 +146,8 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
                     inputs - dropped,
                     arriving,
                     returning,
-                    put_off=put_off,
+                    min(inputs - dropped, late),
+                    put_off,
                     backward=True,
                 )
             )

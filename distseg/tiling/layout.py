@@ -259,11 +259,16 @@ class TileCells(NamedTuple):
         input: cells of the node's first input from which the tile computes its part of the result.
         had: cells of ``input`` that the tile has before it receives a halo from other tiles.
         output: cells of the result that the tile computes.
+        held: cells of the first input that the tile holds before it receives a halo.
+        before, after: cells of padding that the node reads on each side of its input.
     """
 
     input: int
     had: int
     output: int
+    held: int
+    before: int
+    after: int
 
 
 class TileBorders:
@@ -348,7 +353,10 @@ class TileBorders:
                 a, b = needs[self.graph.readers[0][0]].available[0]
             (first, last), (start, stop) = need.input[0], need.output[0]
             had = max(0, min(b, last) - max(a, first))
-            found.append(TileCells(last - first, had, stop - start))
+            low, high = need.padded_input[0]
+            found.append(
+                TileCells(last - first, had, stop - start, b - a, first - low, high - last)
+            )
         return found
 
 

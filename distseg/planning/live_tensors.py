@@ -1,0 +1,596 @@
+"""Count the tensors that a stage holds on a tile, by walking its layers forward and backward.
+
+The walk follows what the executor does with one micro-batch. Forward, a feature map lives until its
+last reader has run, and longer if autograd keeps it. Backward, the layers run in reverse order.
+Each one frees what autograd kept for it, and turns the gradient of its result into gradients of its
+inputs. The peak of a pass is the most bytes that live at once::
+
+    layer            conv0   norm0   conv1   loss
+    kept             {x}     {a}     {b}     {log p}          maps x, a, b, c = logits
+    backward, live   {x}     {x a}   {x a b} {x a b log p}    + gradients of result and input
+
+Layers are those that a rank runs, not those of the plain network: a norm computes the activation
+behind it as well, and an activation overwrites its input where that is safe
+(:mod:`distseg.runtime.swap_layers`). benchmarks/layout_memory.py compares the walk with the tensors
+of real steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from distseg.layers.criterion import Criterion
+from distseg.layers.graph import reach_for
+from distseg.layers.layer_table import fuses
+from distseg.layers.norm import NORMS, tracks
+from distseg.models.layers import Cat, Pop, Stash
+from distseg.models.network import calls_of, flat_layers
+from distseg.planning.cost import DTYPES
+from distseg.planning.layerwise import Numbers, alone, copied, random_input
+from distseg.planning.live_bytes import LiveBytes
+from distseg.planning.stage_memory import Held
+from distseg.runtime.own_part import AUTOCAST
+from distseg.runtime.swap_layers import Folded, parallelize
+from distseg.tiling.graph import last_readings
+
+LABEL = 8  # bytes of a label, which is int64
+# Numbers in float64 that a norm keeps for each channel of an image: moments, the coefficients that
+# follow from them, and dropout masks.
+_NUMBERS = 16
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """Tensors that one layer makes and keeps for a micro-batch of whole images.
+
+    Tensors have the numbers of :class:`NetworkTensors`.
+
+    Attributes:
+        inputs: the numbers of the tensors that it reads.
+        result: the number of its result, which is that of an input if the layer overwrites or
+            returns this input.
+        kept: the numbers of the tensors that autograd keeps for it, without parameters.
+        forward: bytes of tensors that live only inside its forward pass.
+        backward: bytes of tensors that live only inside its backward pass, gradients of weights
+            included, but not the gradients of its result and of its inputs.
+        views: the places of the inputs whose gradients lie in the memory of its result's gradient.
+        noted: bytes of statistics that it notes for the update of its running statistics.
+        buffers: bytes of its buffers, and of the optimizer's counts of steps of its parameters.
+        parameters: the number of its parameters.
+        fuses: True if the layer and its halo exchange are one autograd function, whose backward
+            pass postpones the gradients of weights (:mod:`distseg.layers.conv`).
+        convolves: True if the layer has convolutions, whose weight gradients ZB-H1 postpones.
+    """
+
+    inputs: tuple[int, ...]
+    result: int
+    kept: frozenset[int]
+    forward: int
+    backward: int
+    views: frozenset[int]
+    noted: int
+    buffers: int
+    parameters: int
+    fuses: bool
+    convolves: bool
+
+
+class LossTensors(NamedTuple):
+    """Bytes of tensors of the loss for a micro-batch of whole images.
+
+    Attributes:
+        kept: bytes that autograd keeps for it.
+        forward: bytes at the peak of its forward pass, without the network's result.
+        backward: bytes at the peak of its backward pass, the gradient of the network's result
+            included, besides the kept ones.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class NetworkTensors:
+    """Tensors of all layers of a network for a micro-batch of whole images.
+
+    Attributes:
+        layers: the tensors of each layer.
+        reads: for each layer, the numbers of the feature maps that it reads.
+        sizes: bytes of each tensor, by its number. Number 0 is the image.
+        owners: for each tensor, the number of the feature map with which it grows, or None if its
+            size does not depend on that of the image.
+        loss: the tensors of the loss.
+        pixels: bytes of the images as they are given to the network, and of their labels.
+        weight_bytes: bytes of a weight, a gradient, or a value of the optimizer.
+        cast_bytes: bytes of a weight's copy in the number type of the layers; 0 without copies.
+    """
+
+    layers: tuple[LayerTensors, ...]
+    reads: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    owners: tuple[int | None, ...]
+    loss: LossTensors
+    pixels: tuple[int, int]
+    weight_bytes: int
+    cast_bytes: int
+
+    def of_map(self, source: int) -> int:
+        """Return the number of the tensor that holds feature map ``source``; 0 is the image."""
+        return self.layers[source - 1].result if source else 0
+
+    @cached_property
+    def activations(self) -> float:
+        """Bytes at the peak of a step of one micro-batch of whole images, without weights."""
+        layers = range(len(self.layers))
+        found = stage_tensors(self, TileSizes.whole(len(layers)), layers, (), (), False)
+        return found.full + found.working + sum(self.pixels)
+
+    def least_of_layers(self, tile: TileSizes) -> list[tuple[dict[int, float], float]]:
+        """Return lower bounds of the bytes in each layer's backward pass.
+
+        A bound has the bytes of the tensors that autograd keeps for the layer, by tensor, and the
+        bytes of the gradients of the layer's result and of its inputs.
+
+        Args:
+            tile: the sizes of feature maps on a tile.
+        """
+        least, found = list(tile.maps), []
+        for reads, frame in zip(self.reads, tile.frames):
+            if frame:
+                least[reads[0]] = min(least[reads[0]], frame)
+
+        def size(number: int) -> float:
+            owner = self.owners[number]
+            return self.sizes[number] * (1.0 if owner is None else least[owner])
+
+        images = set() if self.cast_bytes else {0}
+        for layer, reads in zip(self.layers, self.reads):
+            new = [source for place, source in enumerate(reads) if place not in layer.views]
+            made = [self.of_map(source) for source in new if source]
+            kept = {one: size(one) for one in layer.kept - images}
+            found.append((kept, sum(map(size, [layer.result, *made]))))
+        return found
+
+
+def tensors_of(
+    model: nn.Module,
+    size: Sequence[int],
+    images: int,
+    precision: str,
+    channels_last: bool,
+    loss: Criterion,
+) -> NetworkTensors:
+    """Return the tensors of a network that is trained on whole images, from a run on meta tensors.
+
+    Args:
+        model: a list of layer calls, on any device. It is not changed.
+        size: the size of an image in pixels.
+        images: the number of images of a micro-batch.
+        precision: the number type in which the network computes: fp64, fp32, bf16 or fp16.
+        channels_last: True if feature maps have the memory format channels_last.
+        loss: the loss of the training.
+    """
+    dtype = DTYPES[precision]
+
+    def outline(t: Tensor) -> Tensor:
+        wanted = dtype if t.is_floating_point() else None
+        return torch.empty_like(t, device="meta", dtype=wanted)
+
+    network = _as_run(copied(model, outline), copied(model, outline))
+    numbers, x = Numbers(network), random_input(network, size, images, "meta")
+    numbers.number(x)
+    found: list[LayerTensors] = []
+    owners: list[int | None] = [0]
+    calls = calls_of(network)
+    for number, (_, call) in enumerate(alone(network, x)):
+        call.readers = 1  # The walk adds up the gradients of several readers.
+        kept: list[Tensor] = []
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+        with LiveBytes("meta", call.inputs) as there, keep:
+            output = call.forward()
+        with LiveBytes("meta", [output, *kept]) as back:
+            gradients = call.backward()
+        layer, maps = call.layer, [numbers.number(t) for t in call.inputs]
+        keeps = {numbers.number(t) for t in kept if not numbers.is_weight(t)}
+        made = {_key(g): g.untyped_storage().nbytes() for g in gradients}
+        shared = made.pop(_key(output), None) is not None
+        result = numbers.number(output)
+        owners += [number + 1] * (len(numbers.sizes) - len(owners))
+        norm = isinstance(layer, NORMS)
+        if norm:
+            keeps.add(len(owners))
+            owners.append(None)
+            numbers.sizes.append(_NUMBERS * 8 * images * output.shape[1])
+        found.append(
+            LayerTensors(
+                tuple(maps),
+                result,
+                frozenset(keeps),
+                there.peak - there.bytes,
+                back.peak - sum(made.values()),
+                _views(layer, len(maps), channels_last) if shared else frozenset(),
+                2 * 8 * output.shape[1] if norm and tracks(layer) else 0,
+                sum(b.nbytes for b in layer.buffers()) + 4 * len(list(layer.parameters())),
+                sum(p.numel() for p in layer.parameters()),
+                fuses(layer),
+                any(isinstance(m, nn.modules.conv._ConvNd) for m in layer.modules()),
+            )
+        )
+    pixels = images * x[0, 0].numel()
+    return NetworkTensors(
+        tuple(found),
+        tuple(call.reads for call in calls),
+        tuple(numbers.sizes),
+        tuple(owners),
+        _of_loss(loss, output.detach(), precision),
+        # The copy in channels_last is made beside the images as they were read.
+        (
+            (1 + channels_last) * pixels * x.shape[1] * (8 if precision == "fp64" else 4),
+            pixels * LABEL,
+        ),
+        8 if precision == "fp64" else 4,
+        2 if precision in AUTOCAST else 0,
+    )
+
+
+def _views(layer: nn.Module, inputs: int, channels_last: bool) -> frozenset[int]:
+    """Return the inputs of a layer whose gradients are views of the gradient of its result.
+
+    Args:
+        layer: a layer of which PyTorch's version returns views for all inputs.
+        inputs: the number of inputs.
+        channels_last: True for the memory format channels_last, in which a concatenation copies all
+            gradients but that of the first map (:mod:`distseg.layers.skip`).
+    """
+    if channels_last and isinstance(layer, Pop):
+        return frozenset({inputs - 1})  # the skip
+    return frozenset({0}) if channels_last and isinstance(layer, Cat) else frozenset(range(inputs))
+
+
+def _key(tensor: Tensor) -> int:
+    """Return a key of the memory in which a tensor lies."""
+    return tensor.untyped_storage()._cdata
+
+
+def _as_run(model: nn.Module, other: nn.Module) -> nn.Module:
+    """Return the plain network with those layers changed that a rank runs in another way.
+
+    A layer whose work another layer does becomes an identity, and an activation overwrites its
+    input where the rank's does.
+
+    Args:
+        model: the network, changed in place.
+        other: a copy of the network, changed in place.
+    """
+    tiled = parallelize(other, reach_for(other, True))
+    for (name, layer), run in zip(list(flat_layers(model)), tiled.layers or ()):
+        parent, _, child = name.rpartition(".")
+        if isinstance(run, Folded) and not isinstance(layer, Stash):
+            setattr(model.get_submodule(parent), child, nn.Identity())
+        elif getattr(run, "inplace", False):
+            layer.inplace = True
+    return model
+
+
+def _of_loss(loss: Criterion, output: Tensor, precision: str) -> LossTensors:
+    """Return the bytes of the loss of all images of a micro-batch.
+
+    Args:
+        loss: the loss.
+        output: the network's result, on the meta device.
+        precision: the number type of the network; with bf16 and fp16 the loss is computed in fp32.
+    """
+    copy = 2 * output.nbytes if precision in AUTOCAST else 0  # in fp32, twice as large
+    logits = (output.float() if precision in AUTOCAST else output).detach().requires_grad_()
+    shape = (len(output), *(output.shape[2:] if output.dim() > 2 else (1,)))
+    labels = torch.zeros(shape, dtype=torch.int64, device="meta")
+    kept: list[Tensor] = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    with LiveBytes("meta", [logits, labels]) as there, keep:
+        rows = loss.rows(logits, labels)
+    with LiveBytes("meta", [logits, labels, rows, *kept]) as back:
+        torch.autograd.grad(rows, logits, torch.empty_like(rows))
+    found = {_key(t): t.untyped_storage().nbytes() for t in kept}
+    found.pop(_key(labels), None)
+    held = sum(found.values())
+    return LossTensors(held, there.peak + copy, back.peak + copy // 2)
+
+
+@dataclass(frozen=True)
+class TileSizes:
+    """Sizes of feature maps on a tile, as shares of those of the whole image.
+
+    Attributes:
+        maps: for each feature map, the cells that the tile holds of it; the image comes first.
+        frames: for each layer, the cells of its input with the halo that other tiles send; 0
+            without an exchange before the layer.
+        read: for each layer, the cells of its input that it reads, if these are a part of what the
+            tile holds; else 0.
+        cut: for each layer, True if its result is a part of what its kernel computes.
+        owned: the pixels that the tile owns.
+        buffers: bytes of the buffers of halo messages.
+    """
+
+    maps: tuple[float, ...]
+    frames: tuple[float, ...]
+    read: tuple[float, ...]
+    cut: tuple[bool, ...]
+    owned: float
+    buffers: float = 0.0
+
+    @classmethod
+    def whole(cls, layers: int) -> TileSizes:
+        """Return the sizes of a single tile, which is the image."""
+        none = (0.0,) * layers
+        return cls((1.0,) * (layers + 1), none, none, (False,) * layers, 1.0)
+
+
+class StageTensors(NamedTuple):
+    """Bytes of tensors of one stage on one tile, for one micro-batch.
+
+    Attributes:
+        full: bytes between the forward and the backward pass.
+        inputs: bytes of the stage's inputs, which are held until the backward pass.
+        received: bytes of the tensors that the stage receives from others in the forward pass.
+        sent: bytes of the tensors that the stage sends to others in the forward pass.
+        building: bytes at the peak of a forward pass that keeps activations, beyond ``full``.
+        passing: bytes at the peak of a forward pass that keeps nothing, beyond ``inputs``.
+        working: bytes at the peak of a backward pass, beyond ``full``; at least ``building``.
+        put_off: bytes that are held until the weight gradients are computed, if a schedule
+            postpones them.
+    """
+
+    full: float
+    inputs: float
+    received: float
+    sent: float
+    building: float
+    passing: float
+    working: float
+    put_off: float
+
+    def load(self, held: Held) -> float:
+        """Return the bytes of all micro-batches of which a stage holds tensors at one moment."""
+        found = held.full * self.full + held.inputs * self.inputs + held.arriving * self.received
+        found += (held.returning + held.leaving) * self.sent + held.put_off * self.put_off
+        found += self.passing if held.passing else 0.0
+        if held.backward:
+            return found + self.working
+        return found + self.building if held.full else found
+
+
+def stage_tensors(
+    network: NetworkTensors,
+    tile: TileSizes,
+    layers: range,
+    incoming: Collection[int],
+    outgoing: Collection[int],
+    apart: bool,
+) -> StageTensors:
+    """Return the bytes that a stage holds for a micro-batch.
+
+    Args:
+        network: the tensors of the network.
+        tile: the sizes of feature maps on the tile.
+        layers: the layers of the stage.
+        incoming: the feature maps that the stage receives from other stages.
+        outgoing: the feature maps that it sends to other stages.
+        apart: True for a schedule that computes weight gradients later (ZB-H1).
+    """
+    walk = _Walk(network, tile, layers, incoming, outgoing)
+    passing = walk.forward(False)
+    walk = _Walk(network, tile, layers, incoming, outgoing)
+    inputs = walk.bytes
+    building = walk.forward(True)
+    full = walk.bytes
+    working = walk.backward(apart)
+    return StageTensors(
+        full,
+        inputs,
+        sum(map(walk.size_of_map, incoming)),
+        sum(map(walk.size_of_map, outgoing)),
+        building - full,
+        passing - inputs,
+        max(building, working) - full,
+        walk.postponed,
+    )
+
+
+class _Walk:
+    """Tensors that are alive while a stage computes a micro-batch.
+
+    A tensor has a key and a number of holders, and lives as long as it has one.
+    """
+
+    def __init__(
+        self,
+        network: NetworkTensors,
+        tile: TileSizes,
+        layers: range,
+        incoming: Collection[int],
+        outgoing: Collection[int],
+    ):
+        self.network, self.tile, self.layers = network, tile, layers
+        self.incoming, self.outgoing = incoming, outgoing
+        self.bytes = self.peak = self.postponed = 0.0
+        self._sizes: dict[Hashable, float] = {}
+        self._holders: Counter[Hashable] = Counter()
+        self._made = 0
+        sources = {source for number in layers for source in network.reads[number]}
+        self._given = {source for source in sources if source <= layers.start} | set(incoming)
+        for source in self._given:
+            # The images of a step are counted once for all micro-batches.
+            self._hold(network.of_map(source), self._size(network.of_map(source)))
+
+    def size_of_map(self, source: int) -> float:
+        """Return the bytes of a feature map on the tile."""
+        return self.network.sizes[self.network.of_map(source)] * self.tile.maps[source]
+
+    def _size(self, number: int) -> float:
+        """Return the bytes of tensor ``number`` on the tile.
+
+        The images of all micro-batches are counted together. Only a copy of them in another number
+        type is made and freed with the micro-batch.
+        """
+        if number == 0 and not self.network.cast_bytes:
+            return 0.0
+        owner = self.network.owners[number]
+        return self.network.sizes[number] * (1.0 if owner is None else self.tile.maps[owner])
+
+    def _hold(self, key: Hashable, size: float | None = None) -> Hashable:
+        if not self._holders[key]:
+            self._sizes[key] = self._size(key) if size is None else size
+            self.bytes += self._sizes[key]
+        self._holders[key] += 1
+        self._note()
+        return key
+
+    def _note(self, more: float = 0.0) -> None:
+        """Count ``more`` bytes for a moment."""
+        self.peak = max(self.peak, self.bytes + more)
+
+    def _drop(self, key: Hashable) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            self.bytes -= self._sizes[key]
+
+    def _new(self, size: float) -> Hashable:
+        """Make a gradient of ``size`` bytes, and return its key."""
+        self._made += 1
+        return self._hold(("gradient", self._made), size)
+
+    def _frame(self, number: int) -> float:
+        """Return the bytes of a layer's input with the halo that other tiles send, or 0."""
+        return self.network.sizes[self.network.layers[number].inputs[0]] * self.tile.frames[number]
+
+    def kept(self, number: int) -> list[tuple[Hashable, float]]:
+        """Return the keys and bytes of the tensors that autograd keeps for a layer."""
+        layer, frame = self.network.layers[number], self._frame(number)
+        found: list[tuple[Hashable, float]] = []
+        if self.network.cast_bytes and layer.convolves and layer.parameters:
+            found.append((("cast", number), self.network.cast_bytes * layer.parameters))
+        for one in layer.kept:
+            if frame and one == layer.inputs[0]:
+                found.append((("frame", number), frame))
+            else:
+                found.append((one, self._size(one)))
+        return found
+
+    def forward(self, keep: bool) -> float:
+        """Run the forward pass; return the bytes at its peak.
+
+        Args:
+            keep: True if autograd keeps tensors for a backward pass.
+        """
+        network, self.peak = self.network, self.bytes
+        frees = last_readings(network.reads, self.layers, self.outgoing)
+        # Autocast keeps the copies of weights until the pass has ended.
+        casts = sum(network.layers[n].parameters for n in self.layers) * network.cast_bytes
+        self._hold("casts", 0.0 if keep else casts)
+        for number in self.layers:
+            layer, frame = network.layers[number], self._frame(number)
+            if frame:
+                self._hold(("frame", number), frame)
+            self._hold(layer.result)
+            self._note(layer.forward * self.tile.maps[number + 1])
+            if keep:
+                for key, size in self.kept(number):
+                    self._hold(key, size)
+            if frame:
+                self._drop(("frame", number))
+            for source in frees[number]:
+                if source not in self._given:
+                    self._drop(network.of_map(source))
+        if self.layers.stop == len(network.layers):
+            loss, owned = network.loss, self.tile.owned
+            self._note(loss.forward * owned)
+            if keep:
+                self._hold("loss", loss.kept * owned)
+            self._drop(network.of_map(self.layers.stop))
+        self._drop("casts")
+        return self.peak
+
+    def backward(self, apart: bool) -> float:
+        """Run the backward pass; return the bytes at its peak.
+
+        Args:
+            apart: True if the weight gradients of all convolutions are postponed to a later pass.
+        """
+        network, self.peak = self.network, self.bytes
+        pending: dict[int, Hashable] = {}
+        if self.layers.stop == len(network.layers):
+            self._note(network.loss.backward * self.tile.owned)
+            self._drop("loss")
+            pending[self.layers.stop] = self._new(self.size_of_map(self.layers.stop))
+        for source in self.outgoing:
+            pending[source] = self._new(self.size_of_map(source))
+            self._holders[pending[source]] += 1  # The stage holds it until the pass has ended.
+        waiting: list[tuple[list[Hashable], float]] = []
+        for number in reversed(self.layers):
+            layer, kept = network.layers[number], [key for key, _ in self.kept(number)]
+            gradient = pending.pop(number + 1, None)
+            if gradient is None:
+                for key in kept:
+                    self._drop(key)
+                continue
+            for source, made in zip(network.reads[number], self._gradients(number, gradient)):
+                self._add(pending, source, made)
+            later = layer.convolves and (apart or self.tile.frames[number] and layer.fuses)
+            weights = layer.parameters * (network.weight_bytes + network.cast_bytes)
+            scratch = layer.backward * self.tile.maps[number + 1]
+            # The gradient of a part is made first, and then copied into that of the whole.
+            scratch += network.sizes[layer.inputs[0]] * self.tile.read[number]
+            scratch += self.size_of_map(number + 1) if self.tile.cut[number] else 0.0
+            self._note(0.0 if later else max(scratch, weights))
+            if later:
+                while waiting and not apart:
+                    self._end(*waiting.pop())
+                waiting.append(([gradient, *kept], weights))
+            else:
+                for key in (gradient, *kept):
+                    self._drop(key)
+        self.postponed = sum(self._sizes[key] for key in {k for ks, _ in waiting for k in ks})
+        while waiting:
+            self._end(*waiting.pop())
+        return self.peak
+
+    def _end(self, keys: list[Hashable], weights: float) -> None:
+        """Compute a postponed gradient of weights, and free the tensors that it needs."""
+        self._note(weights)
+        for key in keys:
+            self._drop(key)
+
+    def _gradients(self, number: int, gradient: Hashable) -> list[Hashable]:
+        """Make the gradients of a layer's inputs; return their keys."""
+        network, layer, frame = self.network, self.network.layers[number], self._frame(number)
+        found = []
+        for place, source in enumerate(network.reads[number]):
+            part = self.tile.maps[source] > self.tile.maps[number + 1]
+            if place in layer.views and not (part and len(layer.inputs) > 1):
+                self._hold(gradient)
+                found.append(gradient)
+            elif place == 0 and frame:
+                found.append(self._new(frame))
+                # The owned part may be copied out of it.
+                self._note(self.size_of_map(source))
+            else:
+                found.append(self._new(self.size_of_map(source) if source else 0.0))
+        return found
+
+    def _add(self, pending: dict[int, Hashable], source: int, made: Hashable) -> None:
+        """Add a gradient of a feature map to the one that another reader of the map has given."""
+        if source not in pending:
+            pending[source] = made
+            return
+        total = self._new(self.size_of_map(source))
+        self._drop(pending[source])
+        self._drop(made)
+        pending[source] = total

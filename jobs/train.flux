@@ -13,7 +13,7 @@
 set -uo pipefail
 
 export OMP_NUM_THREADS=24
-export HOROVOD_CYCLE_TIME=1     # ms between rounds of its background thread; there is work once a step
+export HOROVOD_CYCLE_TIME=1     # ms between the rounds in which its thread starts sums of gradients
 
 # gpu-affinity=off: all processes of a node see all its GPUs; each takes the one of its number on the node.
 flux run --nodes=2 --ntasks=8 --exclusive -o cpu-affinity=per-task -o gpu-affinity=off \

@@ -1,6 +1,7 @@
 """distseg bench: which cases it measures, what it writes, what it makes of results."""
 
 import json
+import mmap
 import re
 import sys
 from dataclasses import asdict, replace
@@ -228,7 +229,8 @@ def test_a_peak_of_memory_begins_anew():
     if not reset_peak_memory(CPU):
         pytest.skip("the system does not reset the peak of a process")
     before = peak_memory(CPU)
-    np.ones(10_000_000)  # 80 MB
+    with mmap.mmap(-1, 80_000_000) as memory:  # unlike an array's, never freed memory
+        memory[::4096] = bytes(-(-80_000_000 // 4096))
     assert peak_memory(CPU) > before + 75e6
     release_freed_memory()  # which other tests may have let the process keep
     reset_peak_memory(CPU)

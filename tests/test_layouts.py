@@ -39,6 +39,7 @@ from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import plain_model
 from distseg.planning.layout_pictures import plot_layouts
+from distseg.planning.live_tensors import stage_tensors
 from distseg.planning.machine import NUMBERS, as_profile, load_machine, profile_names
 from distseg.planning.mesh_search import (
     FAMILIES,
@@ -374,16 +375,18 @@ def test_micro_batches_held_at_once(schedule, recompute):
             ]
 
 
-def test_a_map_with_its_halo_is_a_copy():
+def test_a_map_with_its_halo_takes_memory_of_its_own():
     plan = planner(batch=2)
+    layers = range(len(plan.tensors.layers))
     read, exchanged = (plan.tile_work(Size("1x2"), exchange) for exchange in ("level", "1"))
-    policy = Policy(2, "1f1b", "never", plan.work.copies)
-    share = max(exchanged.shares)
-    without = replace(exchanged, halos=((0.0, 0),) * len(exchanged.halos))
-    (copied,), (plain,) = (list(plan._peaks(1, policy, tile)) for tile in (exchanged, without))
     points = [n for n, (_, count) in enumerate(exchanged.halos) if count]
-    maps = sum(plan.work.bytes_of(plan.work.graph[n].first) for n in points)
-    assert copied[0, -1] - plain[0, -1] == pytest.approx(share * maps)
+    assert points == [n for n, frame in enumerate(exchanged.sizes.frames) if frame]
+    without = replace(exchanged.sizes, frames=(0.0,) * len(layers))
+    more, less = (
+        stage_tensors(plan.tensors, sizes, layers, (), (), False)
+        for sizes in (exchanged.sizes, without)
+    )
+    assert more.full > less.full and more.working > less.working
     assert len(points) > sum(count > 0 for _, count in read.halos) > 0
 
 
@@ -718,6 +721,16 @@ def test_all_images_must_fit_the_chosen_tiles():
     assert small.layout.tiles.volume == 1 and small.memory is None
     grids = {one.tiles for one in plan.candidates(4, [(8, 4)])}
     assert grids == {Size("1x1"), Size("2x1")}
+
+
+def test_the_stages_of_the_chosen_layout_are_those_that_were_predicted():
+    plan = planner()
+    found = plan.predict(layout(stages=2))
+    chosen = choose_layout(plan, 2, [(96, 128)], [found])
+    assert len(found.balance) == 2 and chosen.values()["pipeline.balance"] == list(found.balance)
+    assert chosen.settings()["pipeline.balance"] == "[{},{}]".format(*found.balance)
+    alone = choose_layout(plan, 1, [(96, 128)], [plan.predict(layout())])
+    assert alone.values()["pipeline.balance"] is None and "pipeline.balance" not in alone.settings()
 
 
 @pytest.mark.parametrize("batch, mesh", [(1, (1, 4)), (2, (2, 2)), (4, (4, 1)), (6, (2, 2))])

@@ -153,7 +153,7 @@ def test_batch_norm_of_different_sizes_has_no_meaning():
     small = Image(images[1].pixels[:, :20], images[1].labels[:20], 1, 0, 0)
     with pytest.raises(
         ValueError,
-        match="images of different sizes in one batch.*: set data.crop, or data.images to 1",
+        match="images of different sizes, but those of a batch have .*: set data.images to 1, or give",
     ):
         serial_step(model_of("batch"), [images[0], small], StepSettings())
     serial_step(model_of("instance"), [images[0], small], StepSettings())

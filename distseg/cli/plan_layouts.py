@@ -534,23 +534,31 @@ class Choice(NamedTuple):
         layout: the layout.
         why: the reason in words.
         memory: bytes of a rank within which tiles are streamed; None without streaming.
+        balance: number of layers of each stage; None with one stage.
     """
 
     layout: MeshLayout
     why: str
     memory: int | None = None
+    balance: tuple[int, ...] | None = None
 
     def settings(self) -> dict[str, str]:
         """Return the settings to write into a config for this layout."""
         found = self.layout.settings()
         if self.memory is not None:
             found["streaming.memory"] = f"{self.memory / 1e9:.3g}GB"
+        if self.balance is not None:
+            found["pipeline.balance"] = f"[{','.join(map(str, self.balance))}]"
         return found
 
     def values(self) -> dict[str, Any]:
         """Return the values of the settings of this layout, by the name of the setting."""
-        streaming = {} if self.memory is None else {"streaming.memory": self.memory}
-        return {**self.layout.values(), **streaming}
+        found = self.layout.values()
+        if self.memory is not None:
+            found["streaming.memory"] = self.memory
+        if self.balance is not None:
+            found["pipeline.balance"] = list(self.balance)
+        return found
 
 
 def choose_layout(
@@ -569,8 +577,10 @@ def choose_layout(
         best: the result of :meth:`Planner.best`.
     """
     if best and best[0].memory <= planner.limit:
-        memory = f"{best[0].memory / 1e9:.3g} GB a rank"
-        return Choice(best[0].layout, f"predicted: {best[0].seconds:.3g} s a step, {memory}")
+        found = best[0]
+        why = f"predicted: {found.seconds:.3g} s a step, {found.memory / 1e9:.3g} GB a rank"
+        balance = found.balance if found.layout.stages > 1 else None
+        return Choice(found.layout, why, balance=balance)
     streamed = [
         replace(one, schedule="auto")
         for one in planner.candidates(ranks, sizes)

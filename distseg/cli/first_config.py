@@ -175,7 +175,8 @@ def first_config(
     batch = _batch(_samples_of_epoch(data, crop), _MOST_IMAGES[key])
     ranks = _power_of_two(min(computer.useful_ranks, batch))
     room = _MEMORY_SHARE * computer.memory_of(ranks)
-    steps = _Steps(model, data, computer, ranks)
+    loss = _loss(data)
+    steps = _Steps([*model, *loss], data, computer, ranks)
     streaming: list[Choice] = []
     tried = _smaller(batch // ranks, crop, data, steps.stride)
     for images, crop in tried:
@@ -196,7 +197,7 @@ def first_config(
         *model,
         *_mesh(ranks, computer),
         *streaming,
-        *_loss(data),
+        *loss,
         *_samples(data, images, crop, ranks, found),
         *_optim(),
         *_length(data, images * ranks, crop, found, minutes, computer),
@@ -457,7 +458,7 @@ class _Steps:
     """Predictions for steps of one network, with different numbers and sizes of images.
 
     Args:
-        choices: the settings of the network.
+        choices: the settings of the network and of the loss.
         data: the training data.
         computer: the machine.
         ranks: number of ranks, which share only samples.

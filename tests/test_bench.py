@@ -418,7 +418,7 @@ def test_a_damaged_result_is_refused(tmp_path, damage):
 
 
 def test_the_schema_of_a_result(tmp_path):
-    """Other programs read these names. A change of them needs another VERSION."""
+    """Hold the names that other programs read. A change of them needs another VERSION."""
     write_result(result("strong", measurement("1 rank")), tmp_path / "a.json")
     found = json.loads((tmp_path / "a.json").read_text())
     assert (

@@ -225,7 +225,7 @@ def swapped(programs: list[list], draw: random.Random) -> list[list] | None:
 @pytest.mark.covering(cases=12)
 @pytest.mark.parametrize("seed", DRAWN)
 def test_drawn_programs_have_no_deadlock(seed):
-    """And the proof fails if one rank has two messages the wrong way round."""
+    """Prove the drawn programs; the proof fails if one rank has two messages the wrong way round."""
     settings = drawn(seed)
     job = planned("160x96", **settings)
     programs = prove_order(job)

@@ -540,7 +540,7 @@ def test_command_traces_maps_of_others_and_of_predict(tmp_path, labels, capsys, 
 
 @pytest.mark.parametrize("form", ["deflate", "floats", "masked", "wide"])
 def test_trace_decodes_each_tile_once_a_pass(tmp_path, labels, form, monkeypatch):
-    """There are two passes. A row of tiles beyond the limit is decoded in several bands."""
+    """Count the decodes of two passes. A row of tiles beyond the limit is decoded in several bands."""
     monkeypatch.chdir(tmp_path)
     decoded, decode = Counter(), Segments._decode
 

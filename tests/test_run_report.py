@@ -145,7 +145,8 @@ def test_a_picture_of_classes_has_exactly_their_colours():
 
 
 def test_a_run_without_anything_has_a_page():
-    page = check_page(run_page(RunPage(NASTY[2], "", [], [], [], [], {}, ["no log"])))
+    empty = dict(summary="", figures=[], facts=[], settings={}, charts=[], evaluations=[])
+    page = check_page(run_page(RunPage(name=NASTY[2], notes=["no log"], **empty)))
     assert NASTY[2] in page.texts and "no log" in page.texts
 
 

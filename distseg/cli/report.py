@@ -113,14 +113,14 @@ class _Reported:
                 f"Not evaluated yet: run distseg evaluate {folder}, then this command again."
             )
         return RunPage(
-            folder.resolve().name,
-            _summary(best, last),
-            _figures(best, last, log),
-            _charts(log),
-            evaluations,
-            [*_facts(best, last, log), *_memory(self.config, best, log)],
-            settings_beside(best["config"], default),
-            notes,
+            name=folder.resolve().name,
+            summary=_summary(best, last),
+            figures=_figures(best, last, log),
+            charts=_charts(log),
+            evaluations=evaluations,
+            facts=[*_facts(best, last, log), *_memory(self.config, best, log)],
+            settings=settings_beside(best["config"], default),
+            notes=notes,
         )
 
     def _evaluations(self) -> list[Evaluated]:

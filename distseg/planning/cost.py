@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from distseg.models.network import calls_of
 from distseg.planning.layerwise import Numbers, alone, copied, random_input
 from distseg.planning.roofline import V100, Device, counted, seconds_of
+from distseg.runtime.own_part import AUTOCAST
 from distseg.tiling.graph import Skip, skips_of
 
 DTYPES = {
@@ -172,7 +173,7 @@ def modelled(
         inputs,
         f"modelled for {device.name}",
         8 if x.dtype == torch.float64 else 4,
-        2 if x.dtype in (torch.bfloat16, torch.float16) else 0,
+        2 if x.dtype in AUTOCAST.values() else 0,
         outside / flops if flops else 0.0,
     )
 

@@ -967,7 +967,7 @@ class Planner:
         partition = self.work.partitioner.cut(balance)
         memory = self._memory_of(partition, policy, on_tile.tile)
         if stages > 1 and memory > self.limit:
-            found = self._cut_within(on_tile, stages, policy, memory)
+            found = self._cut_within(on_tile, stages, policy)
             if found is None:
                 return None
             partition, memory = found
@@ -979,7 +979,7 @@ class Planner:
         return _Stages(self.work.costs, seconds, policy, partition, travels, memory)
 
     def _cut_within(
-        self, on_tile: _LayersOnTile, stages: int, policy: Policy, memory: float
+        self, on_tile: _LayersOnTile, stages: int, policy: Policy
     ) -> tuple[Partition, float] | None:
         """Return the fastest stages that fit the memory limit, with their memory, or None.
 
@@ -990,7 +990,6 @@ class Planner:
             on_tile: the layers on the slowest tile.
             stages: the number of stages.
             policy: the schedule and recomputation.
-            memory: the bytes of the rank with the highest peak, if memory were no limit.
         """
         tables = list(self._peaks(stages, policy, on_tile.tile))
         seconds = self._stage_seconds(on_tile, policy.recompute)

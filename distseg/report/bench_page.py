@@ -6,10 +6,10 @@ The records of this module say what the page shows. :func:`bench_page` fills the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from distseg.report.page import Panel, rendered
+from distseg.report.page import Page, Panel, rendered
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,15 @@ class StudyPart:
     notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class BenchPage:
+@dataclass(frozen=True, kw_only=True)
+class BenchPage(Page):
     """Content of the page.
 
     Attributes:
-        name: the title.
-        summary: a sentence on network and machine.
-        figures: label and value of the most important numbers.
         studies: the kinds of measurement.
-        facts: label and value of hardware and software.
-        settings: for each section its settings: name, value, and True if it is not the default.
-        notes: sentences on what is missing.
     """
 
-    name: str
-    summary: str
-    figures: Sequence[tuple[str, str]]
     studies: Sequence[StudyPart]
-    facts: Sequence[tuple[str, str]]
-    settings: Mapping[str, Sequence[tuple[str, str, bool]]]
-    notes: Sequence[str] = field(default_factory=list)
 
 
 def bench_page(page: BenchPage) -> str:

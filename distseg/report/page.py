@@ -10,9 +10,8 @@ import base64
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 
@@ -96,17 +95,15 @@ class Evaluated:
     notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class RunPage:
-    """Content of the page of a run.
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """Content that every page has, which the template ``base.html`` shows.
 
     Attributes:
-        name: the name of the run.
-        summary: a sentence on the result.
+        name: the title.
+        summary: a sentence below the title.
         figures: label and value of the most important numbers.
-        charts: the curves.
-        evaluations: an entry for each evaluated split.
-        facts: label and value of mesh, versions, memory and time.
+        facts: label and value of each fact about the machine, such as versions.
         settings: for each section its settings: name, value, and True if it is not the default.
         notes: sentences on what is missing.
     """
@@ -114,11 +111,22 @@ class RunPage:
     name: str
     summary: str
     figures: Sequence[tuple[str, str]]
-    charts: Sequence[Chart]
-    evaluations: Sequence[Evaluated]
     facts: Sequence[tuple[str, str]]
     settings: Mapping[str, Sequence[tuple[str, str, bool]]]
-    notes: Sequence[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPage(Page):
+    """Content of the page of a run.
+
+    Attributes:
+        charts: the curves.
+        evaluations: an entry for each evaluated split.
+    """
+
+    charts: Sequence[Chart]
+    evaluations: Sequence[Evaluated]
 
 
 def run_page(page: RunPage) -> str:
@@ -126,7 +134,7 @@ def run_page(page: RunPage) -> str:
     return rendered("run.html", page)
 
 
-def rendered(template: str, page: Any) -> str:
+def rendered(template: str, page: Page) -> str:
     """Return a page as HTML text.
 
     Args:

@@ -32,7 +32,7 @@ from distseg.training.verify import prepare
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user asks for.
+    """Request of a user to ``distseg bench``.
 
     Attributes:
         kind: one of ``MEASURED``.

@@ -36,7 +36,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Steps:
-    """How steps are measured.
+    """Way in which the steps of all cases are measured.
 
     Attributes:
         config: the settings, from which a case takes everything but its layout.

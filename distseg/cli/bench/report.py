@@ -116,12 +116,14 @@ def page_of(name: str, results: Sequence[Result]) -> BenchPage:
     dates = sorted(str(one.environment.get("date", ""))[:10] for one in results)
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     return BenchPage(
-        name,
-        f"{'; '.join(networks)}. Up to {max(one.ranks for one in results)} ranks, {when}.",
-        [figure for one in wholes for figure in figures_of(one)],
-        [part_of(study) for study in studies],
-        environment_rows([one.environment for one in results]),
-        settings_beside(joined_settings([one.config for one in results]), Config().as_plain()),
+        name=name,
+        summary=f"{'; '.join(networks)}. Up to {max(one.ranks for one in results)} ranks, {when}.",
+        figures=[figure for one in wholes for figure in figures_of(one)],
+        studies=[part_of(study) for study in studies],
+        facts=environment_rows([one.environment for one in results]),
+        settings=settings_beside(
+            joined_settings([one.config for one in results]), Config().as_plain()
+        ),
     )
 
 

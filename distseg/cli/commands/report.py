@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distseg.cli.flag_checks import MOST, check_file
+from distseg.cli.flag_checks import check_count, check_file
 from distseg.cli.parsing import command_parser, joint, parse_run
 
 
@@ -30,10 +30,7 @@ def run(arguments: list[str]) -> int:
     )
     config, flags = parse_run(parser, arguments)
     check_file(flags["output"], "--output")
-    if not 0 <= flags["pictures"] <= MOST:
-        raise ValueError(
-            f"--pictures must be a whole number from 0 to {MOST}, got {flags['pictures']}"
-        )
+    check_count("--pictures", flags["pictures"], 0)
     from distseg.cli.report import run_report
 
     return run_report(

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from distseg.cli.flag_checks import check_count, check_file
 from distseg.cli.parsing import command_parser, joint, parse_plain
 from distseg.config.sizes import Size
+
+# Example data sets that the command can make itself, instead of reading folders of images.
+_EXAMPLES = ("blue-marble", "gigapixel", "ultramnist")
+
+_ONLY_FOLDERS = (
+    "masks labels classes values ignore alpha pages instances attribute dry_run recursive "
+    "reference parts level split"
+).split()
+_ONLY_ULTRAMNIST = "images digits sum_below noise".split()
+_NOT_WITH_LABELS = (
+    "masks values ignore absent instances attribute dry_run recursive parts"
+).split()
+_ONLY_WITH_MASKS = "values ignore instances attribute".split()
 
 
 @joint
 def run(arguments: list[str]) -> int:
     parser = command_parser("prepare", None)
+    _add_flags(parser)
+    parsed = parse_plain(parser, arguments)
+    _check_source(parser, parsed)
+    check_file(parsed.output, "the store")
+    check_count("--level", parsed.level, 0)
+    from distseg.cli.prepare import run_prepare
+
+    return run_prepare(parsed)
+
+
+def _add_flags(parser) -> None:
+    """Add the flags of the subcommand, and its two arguments without a name, to a parser."""
     parser.add_argument(
         "source",
         help="The folder of images, or an example: blue-marble, gigapixel (one grey image from the "
@@ -159,67 +186,42 @@ def run(arguments: list[str]) -> int:
         help="For ultramnist: background pixels are drawn uniformly from the integers below this "
         "number; the largest pixel value is 255. Gupta et al. 2023 use 0, no noise.",
     )
-    parsed = parse_plain(parser, arguments)
-    made = ("blue-marble", "gigapixel", "ultramnist")
-    for flag in (
-        (
-            "masks",
-            "labels",
-            "classes",
-            "values",
-            "ignore",
-            "alpha",
-            "pages",
-            "instances",
-            "attribute",
-            "dry_run",
-            "recursive",
-            "reference",
-            "parts",
-            "level",
-            "split",
-            *(["seed"] if parsed.source != "ultramnist" else []),
-        )
-        if parsed.source in made
-        else ()
-    ):
-        if parsed[flag] != parser.get_default(flag):
+
+
+def _check_source(parser, parsed) -> None:
+    """Refuse flags that do not concern the source of images, or the kind of its labels.
+
+    Raises:
+        ValueError: a flag has another value than its default, but is for other sources.
+    """
+
+    def given(flags: Iterable[str]) -> Iterable[str]:
+        """Return the flags whose values are not the defaults."""
+        return (flag for flag in flags if parsed[flag] != parser.get_default(flag))
+
+    if parsed.source in _EXAMPLES:
+        # The seed draws the images of ultramnist, and the split of folders.
+        seed = () if parsed.source == "ultramnist" else ("seed",)
+        for flag in given((*_ONLY_FOLDERS, *seed)):
             raise ValueError(
                 f"--{flag.replace('_', '-')} is for folders of images, but the source is "
                 f"{parsed.source}, which sets this itself: leave the flag out"
             )
-    for flag in ("images", "digits", "sum_below", "noise") if parsed.source != "ultramnist" else ():
-        if parsed[flag] != parser.get_default(flag):
+    if parsed.source != "ultramnist":
+        for flag in given(_ONLY_ULTRAMNIST):
             raise ValueError(
                 f"--{flag.replace('_', '-')} is for the source ultramnist, not for "
                 f"{parsed.source}: leave the flag out"
             )
-    of_masks = (
-        "masks",
-        "values",
-        "ignore",
-        "absent",
-        "instances",
-        "attribute",
-        "dry_run",
-        "recursive",
-        "parts",
-    )
-    for flag in of_masks if parsed.labels is not None else ():
-        if parsed[flag] != parser.get_default(flag):
+    if parsed.labels is not None:
+        for flag in given(_NOT_WITH_LABELS):
             raise ValueError(
                 f"--{flag.replace('_', '-')} is about masks, but --labels gives each image one "
                 "label: leave one of them out"
             )
-    of_masks = ("values", "ignore", "instances", "attribute")
-    for flag in of_masks if parsed.masks is None else ():
-        if parsed[flag] != parser.get_default(flag):
+    if parsed.masks is None:
+        for flag in given(_ONLY_WITH_MASKS):
             raise ValueError(
                 f"--{flag} {parsed[flag]} is about masks, but no masks are given: give --masks "
                 f"FOLDER, or leave --{flag} out"
             )
-    check_file(parsed.output, "the store")
-    check_count("--level", parsed.level, 0)
-    from distseg.cli.prepare import run_prepare
-
-    return run_prepare(parsed)

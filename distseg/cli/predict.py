@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from distseg.cli.load import check_types, load_predictor, store_for
 from distseg.comm.launch import first_on_node, raise_jointly, resident_memory, set_up
 from distseg.comm.progress import heartbeat
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config, ModelBase
+from distseg.config.settings import Config, ModelBase, PredictConfig
 from distseg.data.class_files import (
     Classes,
     are_there,
@@ -78,87 +79,42 @@ def run_predict(
     names = data["classes"]
     classes = Classes(names, class_colors(names, data.get("colours")), data.get("ignore", 255))
 
-    def files(source):
+    def files(source: ImageSource) -> list[Path]:
         return paths_of(
             Path(output), source.name, settings.formats, source.size, settings.probabilities
         )
 
     checks = first_on_node(world)
+    found = _Found()
     with raise_jointly(world):
         classes = replace(classes, traced=numbers_of(names, settings.trace, "predict.trace"))
         checkpoint = find(run)
         network = network_identity(checkpoint, manifest, config.prediction_settings)
-        if nodata is not None and not images:
-            raise ValueError(
-                f"--nodata is {nodata}, but a store has its own no-data value: use --nodata with "
-                f"--images only"
-            )
-        if level and not images:
-            raise ValueError(
-                f"--level is {level}, but the images of a store have one resolution: use --level "
-                "with --images only"
-            )
         if images:
-            missing = None if nodata is None else parse(nodata)
-            sources = {
-                stem_of(path): partial(
-                    file_image, path, manifest, missing, config.data.shrink, settings.scratch, level
-                )
-                for path in images
-            }
+            sources = _sources_of_files(images, manifest, config, nodata, level)
             inputs = [Path(path) for path in images]
-            if len(sources) < len(images):
-                twice = next(
-                    path
-                    for path in images
-                    if sum(stem_of(other) == stem_of(path) for other in images) > 1
-                )
-                raise ValueError(
-                    f"results are named after images, but several images are named "
-                    f"{stem_of(twice)}, such as {twice}: predict them into different --output "
-                    f"folders"
-                )
         else:
+            _check_flags_of_store(nodata, level)
             store = store_for(config.data, manifest, config.streaming.memory)
             if checks:
                 store.check_files()
             check_types(store, split, manifest)
             sources = {name: partial(store_image, store, name) for name in store.split(split)}
             inputs = store.files if world.rank == 0 else []
-        sizes, decoding, notes, results = {}, {}, [], []
-        for opened in (
-            sources.values() if world.rank == 0 else ()
-        ):  # refuse any image before the first is computed
-            source = opened()
-            sizes[source.size] = source.name
-            decoding[source.decoding] = source.name
-            notes.append((source.name, source.notes))
-            if not predictor.model.of_image:
-                if settings.heat:
-                    raise ValueError(
-                        "predict.heat is True, which draws the pixels that the label of a whole "
-                        "image depends on, but this network returns a map: leave predict.heat out"
-                    )
-                check_written(files(source), source.place, source.name)
-                results += files(source)
-            elif settings.heat and len(source.size) != 2:
-                raise ValueError(
-                    f"predict.heat draws pictures of images with 2 dims, but {source.name} has "
-                    f"{len(source.size)} dims: leave predict.heat out"
-                )
-        check_not_read(results, inputs)
-    sizes = world.bcast(sizes, root=0)
+        if world.rank == 0:
+            found = _check_sources(sources, predictor, settings.heat, files, inputs)
+    sizes = world.bcast(found.sizes, root=0)
     with raise_jointly(world):
         check_images(predictor, sizes)
     if world.rank == 0:
-        most = max(decoding, default=0)
+        most = max(found.decoding, default=0)
         on_gpu = any(p.is_cuda for p in predictor.model.parameters())
         memory = None if on_gpu else config.streaming.memory
         print(
             f"network: {checkpoint}",
             threads,
-            *short_of_decoding(memory, resident_memory(), decoding.get(most, ""), most),
-            *notes_on(notes),
+            *short_of_decoding(memory, resident_memory(), found.decoding.get(most, ""), most),
+            *notes_on(found.notes),
             sep="\n",
         )
     if predictor.model.of_image:
@@ -170,8 +126,144 @@ def run_predict(
             )
         _predict_images(predictor, sources, names, world, output)
         if heat:
-            _draw_heat(heat, manifest["data"], sources, world, Path(output))
+            _draw_heat(heat, data, sources, world, Path(output))
         return 0
+    maps, notes = _predict_maps(predictor, sources, files, classes, settings, network)
+    if world.rank == 0:
+        read = None if images else config.data.store
+        print(*notes, *closing_of_prediction(output, maps, read), sep="\n")
+    return 0
+
+
+def _sources_of_files(
+    images: Sequence[str],
+    manifest: Mapping,
+    config: Config | PatchConfig,
+    nodata: str | None,
+    level: int,
+) -> dict[str, Callable[[], ImageSource]]:
+    """Return a function that opens each image file, by the name of its results.
+
+    Args:
+        images: the paths of the files.
+        manifest: the manifest of the network's run.
+        config: the settings.
+        nodata, level: see :func:`run_predict`.
+
+    Raises:
+        ValueError: two files have results of the same name.
+    """
+    missing = None if nodata is None else parse(nodata)
+    names = Counter(map(stem_of, images))
+    twice = next((path for path in images if names[stem_of(path)] > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"results are named after images, but several images are named {stem_of(twice)}, such "
+            f"as {twice}: predict them into different --output folders"
+        )
+    scratch, shrink = config.predict.scratch, config.data.shrink
+    return {
+        stem_of(path): partial(file_image, path, manifest, missing, shrink, scratch, level)
+        for path in images
+    }
+
+
+def _check_flags_of_store(nodata: str | None, level: int) -> None:
+    """Refuse flags that concern image files, because the images are those of a store.
+
+    Raises:
+        ValueError: ``nodata`` or ``level`` is given.
+    """
+    if nodata is not None:
+        raise ValueError(
+            f"--nodata is {nodata}, but a store has its own no-data value: use --nodata with "
+            "--images only"
+        )
+    if level:
+        raise ValueError(
+            f"--level is {level}, but the images of a store have one resolution: use --level with "
+            "--images only"
+        )
+
+
+@dataclass
+class _Found:
+    """Facts about the images to predict, for checks and messages before the first one is computed.
+
+    Attributes:
+        sizes: for each size, the name of an image that has it.
+        decoding: for each number of bytes that decoding an image takes, the name of such an image.
+        notes: for each image, its name and the notes on its file.
+    """
+
+    sizes: dict[tuple[int, ...], str] = field(default_factory=dict)
+    decoding: dict[int, str] = field(default_factory=dict)
+    notes: list[tuple[str, list[str]]] = field(default_factory=list)
+
+
+def _check_sources(
+    sources: Mapping[str, Callable[[], ImageSource]],
+    predictor: Predictor,
+    heat: bool,
+    files: Callable[[ImageSource], list[Path]],
+    inputs: Sequence[Path],
+) -> _Found:
+    """Open each image once, refuse those that cannot be predicted, and return facts about them.
+
+    Args:
+        sources: for each image, by its name, a function that opens it.
+        predictor: the network.
+        heat: the value of the setting ``predict.heat``.
+        files: a function that returns the files to write for an image.
+        inputs: the files that the images are read from.
+
+    Raises:
+        ValueError: heat maps cannot be drawn, or a file to write cannot hold the image's class map
+            or is one of the files to read.
+    """
+    found, results = _Found(), []
+    for opened in sources.values():
+        source = opened()
+        found.sizes[source.size] = source.name
+        found.decoding[source.decoding] = source.name
+        found.notes.append((source.name, source.notes))
+        if not predictor.model.of_image:
+            if heat:
+                raise ValueError(
+                    "predict.heat is True, which draws the pixels that the label of a whole image "
+                    "depends on, but this network returns a map: leave predict.heat out"
+                )
+            check_written(files(source), source.place, source.name)
+            results += files(source)
+        elif heat and len(source.size) != 2:
+            raise ValueError(
+                f"predict.heat draws pictures of images with 2 dims, but {source.name} has "
+                f"{len(source.size)} dims: leave predict.heat out"
+            )
+    check_not_read(results, inputs)
+    return found
+
+
+def _predict_maps(
+    predictor: Predictor,
+    sources: Mapping[str, Callable[[], ImageSource]],
+    files: Callable[[ImageSource], list[Path]],
+    classes: Classes,
+    settings: PredictConfig,
+    network: str,
+) -> tuple[list[Path], list[str]]:
+    """Write the class map of each image; return the first file of each, and notes on the files.
+
+    All ranks must call it together.
+
+    Args:
+        predictor: the network, which returns maps.
+        sources: for each image, by its name, a function that opens it.
+        files: a function that returns the files to write for an image.
+        classes: the classes, and the label of pixels without data.
+        settings: the settings of the section ``predict``.
+        network: see :func:`predict`.
+    """
     maps, placed, volumes, voxels, whole = [], {}, False, False, True
     for opened in sources.values():
         source = opened()
@@ -182,27 +274,15 @@ def run_predict(
         if source.place is not None:
             voxels = voxels or source.place.of_voxels
             whole = whole and keeps_place(source.place)
-        anew = predict(
-            predictor,
-            source,
-            paths,
-            replace(classes, place=source.place),
-            settings.probabilities,
-            network,
-        )
+        located = replace(classes, place=source.place)
+        anew = predict(predictor, source, paths, located, settings.probabilities, network)
         if predictor.writes:
             print(
                 f"{paths[0]}: {source.name}, {'x'.join(map(str, source.size))} "
                 f"pixels{'' if anew else ', is there already'}"
             )
-    if world.rank == 0:
-        holding = [form for form in settings.formats if form != "zarr" or whole]
-        print(
-            *notes_on_places(placed, holding, volumes, voxels),
-            *closing_of_prediction(output, maps, None if images else config.data.store),
-            sep="\n",
-        )
-    return 0
+    holding = [form for form in settings.formats if form != "zarr" or whole]
+    return maps, notes_on_places(placed, holding, volumes, voxels)
 
 
 def _predict_images(

@@ -81,7 +81,7 @@ def run_prepare(arguments) -> int:
     classes, colours = named_colours(arguments.classes.split(","))
     if colours is not None and arguments.instances is not None:
         raise ValueError(
-            f"--instances {arguments.instances} is for masks with numbers of objects, but "
+            f"--instances {arguments.instances} is for masks of object ids, but "
             "--classes names colours: leave one of them out"
         )
     values, names = _values(arguments["values"], arguments.attribute)  # .values is a method

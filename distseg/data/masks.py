@@ -1,4 +1,4 @@
-"""Read masks that encode classes by labels, colours, a number for each object, or polygons."""
+"""Read masks that encode classes by labels, colours, object ids, or polygons."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class MaskForm:
 
     Attributes:
         colours: the colour (red, green, blue) of each class; None if masks hold numbers.
-        instances: how to turn numbers of objects into classes; None if numbers are labels. The
-            number 0 is the background, class 0. ``foreground``: all objects are class 1.
+        instances: how to turn object ids into classes; None if the masks hold labels. The id 0 is
+            the background, class 0. ``foreground``: all objects are class 1.
             ``border``: in addition, the pixels at which two objects touch are class 2.
         attribute: the attribute of polygons that holds the name or the label of their class. None:
             all polygons are class 1.
@@ -166,7 +166,7 @@ class InstanceReader(_Labels):
     """Reader of labels from a mask whose numbers stand for objects.
 
     Args:
-        pixels: reader of the numbers of objects; 0 is the background.
+        pixels: reader of the object ids; 0 is the background.
         border: True to give the label 2 to pixels that belong to an object and have a direct
             neighbour in another object. All other pixels of objects have the label 1.
     """

@@ -90,7 +90,7 @@ def prepare_folder(
         alpha: how to treat an alpha band. ``mask``: pixels with alpha 0 (fully transparent) have no
             data. ``band``: the alpha band is a band like the others. By default ``mask``, but an
             alpha band that looks like a measured band is an error.
-        form: how masks encode the classes: by labels, colours, numbers of objects, or polygons. The
+        form: how masks encode the classes: by labels, colours, object ids, or polygons. The
             names of ``classes`` are added to ``form.names``.
         dry: True to check everything and print what was found, without writing a store.
         nested: True to read the subfolders of both folders too, which must be the same.

@@ -153,7 +153,7 @@ class Reading:
     """The pixels of an image from which a box of the warped sample is interpolated.
 
     Args:
-        warp: the map.
+        warp: maps positions of the sample to positions of the image.
         box: the box of the warped sample.
         origin: the position in the image of the sample's first pixel.
         image: the size of the image.
@@ -292,14 +292,15 @@ def _between(a: np.ndarray, b: np.ndarray, share: np.ndarray) -> np.ndarray:
 
 @lru_cache(64)  # all strips of a box have the same columns
 def _taps(spacing: float, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first of the four vectors that a position depends on, and the four weights.
+    """Return which four grid vectors of :class:`Elastic` each position depends on, along one dim.
 
     Args:
-        spacing: the distance between two vectors.
-        start, stop: the first position along one dim, and the position after the last.
+        spacing: the distance between two vectors of the grid, in pixels.
+        start, stop: the first position along the dim, and the position after the last.
 
     Returns:
-        The index of the first vector in the grid, (n,), and the weights, (4, n) float32.
+        For each of the n positions, the index of the first of its four vectors, (n,), and the
+        B-spline weights of the four, (4, n) float32.
     """
     exact = np.arange(start, stop) / spacing
     first = np.floor(exact)

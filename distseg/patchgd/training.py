@@ -191,7 +191,7 @@ class PatchLoader:
 
 
 class PatchEngine(ParameterUpdate):
-    """Network of patches, ready to train by PatchGD.
+    """Trainer of a network that sees an image as patches (PatchGD, Gupta et al. 2023).
 
     Args:
         config: the settings of the run.
@@ -432,7 +432,8 @@ class PatchEngine(ParameterUpdate):
 
         Args:
             images: the images of this sample group.
-            pairs: the pairs that the tile group computes together. This rank computes its share.
+            pairs: the (image, patch) pairs that the tile group computes together. This rank
+                computes its share.
         """
         self._hold(images, pairs)
         mine = by_image(self._mine(pairs))

@@ -271,9 +271,9 @@ class _Run:
             self._present[group, self._collectives[rank, group]] += 1
 
     def _lacks(self, rank: int, step: Step) -> Iterator[tuple[int, str]]:
-        """Yield (awaited rank, text of the message or collective) for all that a step waits for.
+        """Yield the ranks that a step of ``rank`` waits for, each with a text of what is awaited.
 
-        Nothing is yielded if the step is complete.
+        The text names the message or the collective. Nothing is yielded if the step is complete.
         """
         if isinstance(step, Collective):
             group = step.comm, step.ranks

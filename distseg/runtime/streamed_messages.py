@@ -212,7 +212,7 @@ class _Run:
     # Receives
 
     def _receive(self, op: RecvRows | RecvGradRows, source: int) -> Iterator[Step]:
-        """Yield the step that starts to receive a map, for each tile batch."""
+        """Yield the starts of the receives of a feature map, one for each tile batch."""
         for block in range(self._plan(op).blocks):
             way = _Map(
                 op.micro_batch,

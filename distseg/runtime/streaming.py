@@ -149,8 +149,8 @@ class StreamingExecutor:
         watch: called after each tile with the fraction of the tiles that are done.
         span: makes the tracing context of an operation from its kind and name
             (:mod:`distseg.runtime.spans`).
-        last_pass: makes the context of the operation that adds to the gradients of some parameters
-            for the last time in a step.
+        last_pass: returns a context for the last operation of a step that adds to the gradients
+            of given parameters. After it, the sums of these gradients over replicas can start.
     """
 
     def __init__(

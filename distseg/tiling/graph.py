@@ -64,7 +64,7 @@ class Node:
 
     @property
     def follows(self) -> int:
-        """The number of the map that determines the size of the result."""
+        """Index of the feature map whose size determines the size of the result."""
         if self.like is not None:
             return self.like
         return self.first if self.access_patterns else self.inputs[-1]

@@ -49,8 +49,12 @@ class Follow:
     def pixels(self, before: Fraction) -> Fraction:
         """Return the number of image pixels per cell of the map whose size the rule computes.
 
-        ``before`` is the number of image pixels per cell of the map whose size is n. If the rule
-        gives a fixed size, the result is 1.
+        Args:
+            before: number of image pixels per cell of the other map, from whose size n this size
+                follows.
+
+        Returns:
+            The number of pixels; 1 if the rule gives a fixed size.
         """
         if self.factor is not None:
             return before / Fraction(self.factor).limit_denominator(_FINEST)
@@ -336,7 +340,10 @@ def _cubic_at(x: np.ndarray, a: float) -> np.ndarray:
 
 
 def _averages(n: int, m: int, outputs: np.ndarray) -> Taps:
-    """Return the taps of adaptive average pooling from n to m cells; ``outputs`` is arange(m)."""
+    """Return the inputs and weights of adaptive average pooling from n to m cells.
+
+    ``outputs`` is arange(m).
+    """
     first, last = outputs * n // m, -(-(outputs + 1) * n // m) - 1
 
     def weigh(wanted: slice, width: int) -> np.ndarray:

@@ -85,7 +85,7 @@ class _RankMessages:
         self.passes = _Streamed(self) if streaming else _Kept(self)
 
     def steps(self) -> Iterator[Step]:
-        """Yield the messages of the first steps of the job."""
+        """Yield what this rank sends, receives and waits for in the first training steps."""
         for number in range(STEPS):
             prefix = f"step {number}, " if number else ""
             yield from self.passes.step(prefix)

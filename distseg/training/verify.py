@@ -83,7 +83,7 @@ class RandomImages:
         of_image: True for one label for each image.
 
     Attributes:
-        epoch: the epoch of the step.
+        epoch: the number of the epoch, which is a part of the key of dropout masks.
         first: the number of the step's first image in the epoch.
     """
 

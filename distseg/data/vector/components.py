@@ -108,7 +108,7 @@ class Labeller:
         return of_pixels[above:]
 
     def _ids_of(self, roots: np.ndarray, runs: _Runs, above: int) -> np.ndarray:
-        """Return the id of the object of each run, (runs,); NONE for runs outside all objects.
+        """Return the object id of each run of pixels, (runs,); NONE for runs outside all objects.
 
         A run that continues an object of earlier strips gets its id. Other objects get new ids.
 

@@ -109,10 +109,10 @@ def check_polygons(place: Georeference | None, form: str, name: str) -> None:
 
 
 def _world(place: Georeference | None, form: str, name: str) -> World:
-    """Return the coordinates in which polygons of a map are written.
+    """Return the coordinates in which the polygons of a class map are written.
 
-    They are pixels in GeoJSON files of microscopes' images, as programs for slides read them.
-    Otherwise they are those of the georeference.
+    GeoJSON files of microscope images have pixel coordinates, because programs for slides such as
+    QuPath expect them. All other files have the coordinates of the georeference.
     """
     pixels = form == "geojson" and place is not None and place.of_voxels
     return world_of(None if pixels else place, name)

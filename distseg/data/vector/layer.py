@@ -34,8 +34,9 @@ class ValueRule:
     """Rule that gives each polygon the value of its pixels. Other pixels have the value 0.
 
     Attributes:
-        attribute: the attribute of the features that holds their class: a name in ``labels``, or a
-            number, which is the value itself. None gives every polygon the value 1.
+        attribute: the name of the attribute that tells a feature's class. The attribute's value is
+            a name in ``labels``, or a number, which is then the value of the pixels. None gives
+            every polygon the value 1.
         labels: pairs (name, value). A name may have the digits of a number, such as ``12``.
         numbered: True to give the polygons of each feature their own number: 1, 2 and so on.
     """

@@ -152,8 +152,8 @@ def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
 
     Args:
         like: a map of the size to which the line is repeated. Its numbers are not used.
-        target: the axes, in user code, of the tensor with which the line is combined. The result
-            has the same dims of positions.
+        target: the meaning of each dim of the tensor in user code that the line is combined with.
+            The result has the same spatial dims.
 
     Raises:
         CanNotCapture: ``x`` belongs to a map of another size, or its dims do not match ``target``.

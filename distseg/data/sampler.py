@@ -1,6 +1,6 @@
 """Choose the images, or crops of them, that make up an epoch.
 
-Each sample is a pure function of (seed, epoch, number of the sample). So any rank can compute any
+Each sample is a pure function of (seed, epoch, index of the sample). So any rank can compute any
 sample without drawing the samples before it. The order does not depend on the layout, and a resumed
 run continues with the sample at which it stopped, on any mesh.
 """
@@ -269,7 +269,7 @@ class Epoch(Sequence):
         """Return a random warp, or None if no setting asks for one.
 
         Args:
-            number: the number of the sample in the epoch, which determines the warp.
+            number: the index of the sample in the epoch, which determines the warp.
             size: the size of the crop before the turn, whose centre stays where it is.
             seen: the box that is warped, relative to the start of the crop.
             margin: the number of pixels around this box that are warped too.
@@ -307,7 +307,7 @@ class Epoch(Sequence):
         """Return a random number from the range of a setting, or ``unchanged``.
 
         Args:
-            number: the number of the sample in the epoch, which determines the result.
+            number: the index of the sample in the epoch, which determines the result.
             name: the setting.
             unchanged: the result without the setting, and for samples that the setting does not
                 change because it applies to a share of all samples only.
@@ -340,7 +340,7 @@ class Epoch(Sequence):
 
         Args:
             name: the name of the image.
-            number: the number of the sample in the epoch, which determines the turn.
+            number: the index of the sample in the epoch, which determines the turn.
         """
         image = self._store.size(name)
         size, dims = crop_size(image, self._data.crop), len(image)

@@ -37,7 +37,7 @@ class ValidationPictures:
         """Keep the part of a tile's predicted classes that a picture shows.
 
         Args:
-            image: the number of the image in the split.
+            image: the index of the image in the split.
             tile: the tile.
             classes: the predicted classes of the tile.
         """

@@ -140,7 +140,7 @@ class _Results:
     In training the loss is the head instead.
 
     Attributes:
-        found: the output of each micro-batch, by the number of the micro-batch.
+        found: the output of each micro-batch, by the index of the micro-batch.
     """
 
     found: dict[int, Tensor] = field(default_factory=dict)

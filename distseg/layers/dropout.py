@@ -84,7 +84,7 @@ def dropout_key(seed: int, epoch: int, sample: int, layer: str, turn: int = 0) -
     Args:
         seed: the seed of the run.
         epoch: the number of the epoch.
-        sample: the number of the image's sample in the epoch.
+        sample: the index of the image's sample in the epoch.
         layer: the name of the dropout layer.
         turn: the number of earlier calls of the layer in the same forward pass.
     """

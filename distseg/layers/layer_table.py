@@ -535,7 +535,7 @@ def _aligned(x: Tensor, dim: int, n: int, m: int, first: int, wanted: range) -> 
         x: the input cells that these output cells need, (B, C, ...).
         dim: the dim of ``x`` that is resized, counted from the batch dim 0.
         n, m: the size of this dim in the whole input and in the whole output.
-        first: the number of the first cell of ``x`` in the whole input.
+        first: the index of the first cell of ``x`` in the whole input.
         wanted: the numbers of the output cells to return.
     """
     place = torch.arange(wanted.start, wanted.stop, dtype=torch.float64) * (

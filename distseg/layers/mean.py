@@ -80,7 +80,7 @@ class DistributedMean(DistributedNorm):
 
         Args:
             x: the feature map of the window, (B, C, *size).
-            index: the number of the window.
+            index: the index of the window.
         """
         own = self.own(x, index)
         if not self.grid:
@@ -201,7 +201,7 @@ class DistributedMax(DistributedMean):
 
         Args:
             x: the window's part of a feature map, (B, C, *size).
-            index: the number of the window.
+            index: the index of the window.
 
         Returns:
             The box of these cells, counted from the first cell of ``x``; their box in the whole
@@ -244,7 +244,7 @@ class DistributedMax(DistributedMean):
 
         Args:
             image: the cells (C, *place.size) of one image.
-            row: the number of the row.
+            row: the index of the row.
             place: the box of the cells in the whole feature map.
             size: the size of the whole map.
         """

@@ -227,7 +227,7 @@ def nearest_places(
     device: str,
     last: bool,
 ) -> np.ndarray:
-    """Return the number of the input cell that a nearest mode copies to each output cell, (m,).
+    """Return the index of the input cell that a nearest mode copies to each output cell, (m,).
 
     PyTorch's kernels differ in how they round positions. So this function runs the kernel for
     tensors of the given dtype, device and memory format, to see which cells it chooses.
@@ -237,7 +237,7 @@ def nearest_places(
         factor: the scale factor that the user's call gives; None if it gives the size.
         n, m: the number of input and of output cells along the resized dim.
         dims: number of spatial dims of the feature map.
-        dim: the number of the resized dim among the spatial dims.
+        dim: the index of the resized dim among the spatial dims.
         dtype, device: the dtype and the device type of the tensor, as text.
         last: True if channels come last in memory.
     """
@@ -292,7 +292,7 @@ def _back(forth: _Share, have: int) -> _Share:
 class _Weighted(torch.autograd.Function):
     """Autograd function that resizes a tensor along one dim, as weighted sums of its cells.
 
-    Its arguments are the tensor, the number of the dim, the sums ``forth`` that give the output
+    Its arguments are the tensor, the index of the dim, the sums ``forth`` that give the output
     cells, and the sums ``back`` that give the gradients of the input cells (:func:`_back`).
     """
 

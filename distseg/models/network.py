@@ -52,7 +52,7 @@ class Network(nn.Module):
         check: a function ``(size, images)`` that raises an error if the user's module would compute
             something else with this many images of this size.
         fingerprint: a digest of the calls of the user's forward pass.
-        dropouts: the dropout layers. The key is the number of the dropout call in the user's
+        dropouts: the dropout layers. The key is the index of the dropout call in the user's
             forward pass.
 
     Raises:
@@ -317,11 +317,11 @@ def _collect(
 ) -> int:
     """Append the layer calls of ``model`` to ``found``.
 
-    Return the number of the map that the last call of ``model`` makes.
+    Return the index of the map that the last call of ``model`` makes.
 
     Args:
         model: a list of layer calls. It is the whole network or a part of it.
-        at: the number of the map with which ``model`` is called.
+        at: the index of the map with which ``model`` is called.
         layers: the name and the layer of each remaining call of the whole network. The iterator
             moves on by the calls of ``model``.
         found: the calls so far. This list is updated.
@@ -346,12 +346,12 @@ def _collect(
 def _skipped(
     layer: nn.Module, position: int, source: int, stashed: dict[str, int]
 ) -> tuple[int, ...]:
-    """Return the number of the skip's map if a layer is a pop; record the map if it is a stash.
+    """Return the index of the skip's map if a layer is a pop; record the map if it is a stash.
 
     Args:
         layer: the layer.
-        position: the number of the layer, for error messages.
-        source: the number of the map with which the layer is called.
+        position: the index of the layer, for error messages.
+        source: the index of the map with which the layer is called.
         stashed: the numbers of the maps that are stashed, by stash name. This dict is updated.
 
     Returns:

@@ -19,7 +19,7 @@ themselves. Each rank holds all of Z and computes the head. Only one rank's grad
 weights is used. All ranks then have dL/dZ. The rank that computed a patch runs the backward pass of
 the backbone with the patch's part of dL/dZ.
 
-Words of this module: a *pair* is (index of an image in the sample group, number of a patch in the
+Words of this module: a *pair* is (index of an image in the sample group, index of a patch in the
 image). A *draw* is the choice of k patches of each image, for an inner iteration or for a *round*
 of filling. The *rounds* of an image are the draws after which each of its patches was drawn.
 
@@ -337,7 +337,7 @@ class PatchEngine(ParameterUpdate):
         Args:
             images: the images of this sample group.
             pairs: the (image, patch) pairs of the round.
-            j: the number of the round, from 0.
+            j: the index of the round, from 0.
         """
         turns = [self._rounds(size) for size in images.sizes]
         return [n for n, (i, _) in enumerate(pairs) if j < turns[i]]
@@ -351,7 +351,7 @@ class PatchEngine(ParameterUpdate):
             images: the images of this sample group.
             features: Z, for each image (patches, s). The new features of the drawn patches are
                 written into it.
-            j: the number of the inner iteration, from 0.
+            j: the index of the inner iteration, from 0.
 
         Returns:
             The loss of the iteration, over all sample groups.
@@ -410,7 +410,7 @@ class PatchEngine(ParameterUpdate):
             images: the images of this sample group.
             what: part of the key of the order, ``fill`` or ``patches``, so that filling and inner
                 iterations use different orders.
-            j: the number of the draw, which is that of the inner iteration or of the round.
+            j: the index of the draw, which is that of the inner iteration or of the round.
         """
         found = []
         for i, (number, size) in enumerate(zip(images.numbers, images.sizes)):
@@ -475,7 +475,7 @@ class PatchEngine(ParameterUpdate):
 
         Args:
             what: a name of the forward pass, such as ``fill`` or ``head``.
-            j: the number of the iteration or of the round.
+            j: the index of the iteration or of the round.
         """
         epoch = self.context.epoch
         self.context.epoch = self.head_context.epoch = rng.key(epoch, what, j)

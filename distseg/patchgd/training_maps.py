@@ -140,7 +140,7 @@ class MapEngine(PatchEngine):
             images: the images of this sample group.
             features: Z, for each image (patches, s * cells). The new features of the drawn patches
                 are written into it.
-            j: the number of the inner iteration, from 0.
+            j: the index of the inner iteration, from 0.
 
         Returns:
             The loss of the iteration, over all sample groups.

@@ -56,7 +56,7 @@ class Cluster:
             raise ValueError(f"contention is {self.contention}: give a factor of at least 1")
 
     def node(self, rank: int) -> int:
-        """Return the number of the node that a rank is on."""
+        """Return the index of the node that a rank is on."""
         return rank // self.machine.ranks
 
     def message(self, source: int, target: int) -> tuple[Link, ...]:

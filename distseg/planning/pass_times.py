@@ -96,7 +96,7 @@ class StagePasses:
         Args:
             kind: forward, recompute, backward or weight. A weight pass computes the weight
                 gradients that the schedule separates from the backward pass.
-            stage: the number of the stage.
+            stage: the index of the stage.
         """
         if (kind, stage) not in self._known:
             self._known[kind, stage] = self._computed(kind, stage)

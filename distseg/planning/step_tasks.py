@@ -226,7 +226,7 @@ class _Group:
 
     Args:
         step: the tasks of the step.
-        group: the number of the sample group.
+        group: the index of the sample group.
     """
 
     def __init__(self, step: _Step, group: int):
@@ -325,7 +325,7 @@ class _Group:
 
         Args:
             stage: the stage of the layer.
-            number: the number of the layer in the network.
+            number: the index of the layer in the network.
             back: True for the messages of the backward pass.
         """
         if messages := self.tiles.halos.get(number):

@@ -188,7 +188,7 @@ def _draw_boxes(axis, rank: int, spans: Sequence[Span], later: bool) -> None:
 
 
 def _write_number(axis, span: Span, later: bool, smallest: float) -> None:
-    """Write the number of the micro-batch into a box if the box is wide enough.
+    """Write the index of the micro-batch into a box if the box is wide enough.
 
     Args:
         axis: the matplotlib axes.

@@ -13,8 +13,8 @@ class Action(Operation):
     """Action of a pipeline schedule: the work of one stage on one micro-batch.
 
     Attributes:
-        stage: the number of the stage.
-        micro_batch: the number of the micro-batch.
+        stage: the index of the stage.
+        micro_batch: the index of the micro-batch.
         kind: ``forward``, ``backward`` or ``weight``.
     """
 

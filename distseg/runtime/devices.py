@@ -202,7 +202,7 @@ class DevicePipeline:
     def _current(self) -> MicroBatch:
         """Return the micro-batch that this thread computes.
 
-        torchgpipe calls a layer without the number of the micro-batch. The number cannot be passed
+        torchgpipe calls a layer without the index of the micro-batch. The index cannot be passed
         as a tensor, because checkpointing needs a gradient of every tensor. But torchgpipe keeps
         one tracker of skips for each micro-batch, in all stages and in recomputation. The first
         stage computes micro-batches in order, so the n-th tracker that is seen belongs to

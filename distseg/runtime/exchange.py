@@ -177,14 +177,14 @@ class Exchange:
     ) -> Callable[[int, nn.Module], list[Tensor]]:
         """Return a function that computes one layer on all tiles of this rank.
 
-        The function takes the number of the layer and the layer, and returns its output for each
+        The function takes the index of the layer and the layer, and returns its output for each
         tile. All ranks that share the image must call the returned function together.
 
         Args:
             maps: for each tile, the feature maps by number, (B, C, *size), in the boxes that the
                 layout says. The pixels must cover the tile's window.
             context: the context of the layers, which has the placement of each tile.
-            first: the number of the layer that is computed first. If it is 0, the image of each
+            first: the index of the layer that is computed first. If it is 0, the image of each
                 tile is cropped to the box that the layers read.
         """
         places = context.places
@@ -219,7 +219,7 @@ class Exchange:
         """Return one layer's output on each tile, after an exchange if the layer needs one.
 
         Args:
-            number: the number of the layer.
+            number: the index of the layer.
             layer: the layer.
             maps: for each tile, the feature maps by number.
             parts: for each tile, its boxes at this layer.
@@ -282,7 +282,7 @@ class Exchange:
         sending tile.
 
         Args:
-            position: the number of the layer.
+            position: the index of the layer.
             layer: the layer.
             concerned: the indices of this rank's tiles that take part.
             frames: for each tile that takes part, the box of the layer's input after the exchange.
@@ -316,7 +316,7 @@ class Exchange:
         """Return the strips that this rank sends, receives and copies before a layer.
 
         Args:
-            position: the number of the layer.
+            position: the index of the layer.
             layouts: for each tile of this rank that takes part, the layout of its image.
             cells: for each tile that takes part, its position in the grid of tiles.
         """

@@ -46,7 +46,7 @@ class EdgeOperation(Operation):
     """Transfer along an edge between stages.
 
     Args:
-        micro_batch: the number of the micro-batch.
+        micro_batch: the index of the micro-batch.
         edge: the edge that the feature map travels along.
         back: True if the gradient travels back instead.
     """
@@ -86,8 +86,8 @@ class Recompute(Operation):
     """Repeated forward pass of a stage whose activations were not kept.
 
     Attributes:
-        micro_batch: the number of the micro-batch.
-        stage: the number of the stage.
+        micro_batch: the index of the micro-batch.
+        stage: the index of the stage.
     """
 
     micro_batch: int
@@ -106,9 +106,9 @@ class TileOperation(Operation):
     """Pass of a tile through a segment.
 
     Args:
-        micro_batch: the number of the micro-batch.
-        segment: the number of the segment.
-        block: the number of the tile batch within the micro-batch.
+        micro_batch: the index of the micro-batch.
+        segment: the index of the segment.
+        block: the index of the tile batch within the micro-batch.
         box: the tile, a box of the segment's result.
     """
 
@@ -264,7 +264,7 @@ class SendRows(MapOperation):
     """Permission to send all rows of a feature map before row ``final`` to the ranks that read it.
 
     Args:
-        block: the number of the tile batch.
+        block: the index of the tile batch.
         final: the first row that may still change.
     """
 
@@ -282,7 +282,7 @@ class SendGradRows(SendRows):
     The maker is the rank that computed the feature map.
 
     Args:
-        block: the number of the tile batch.
+        block: the index of the tile batch.
         final: the first row whose gradient may still change.
     """
 
@@ -293,7 +293,7 @@ class SendGradRows(SendRows):
 class Loss(Operation):
     """Computation of the loss gradient from the partial sums of all ranks.
 
-    All ranks must run this operation together. ``micro_batch`` is the number of the micro-batch
+    All ranks must run this operation together. ``micro_batch`` is the index of the micro-batch
     whose backward pass comes next.
     """
 

@@ -35,7 +35,7 @@ class Edge:
         source: the stage that sends it.
         target: the stage that receives it.
         gradient: True if the target sends a gradient of the feature map back.
-        map: the number of the feature map: 0 for the image, n + 1 for the result of layer n.
+        map: the index of the feature map: 0 for the image, n + 1 for the result of layer n.
     """
 
     name: str

@@ -26,7 +26,7 @@ class PassMessages:
         tiles: for each tile of this rank, the layout of its image and its position in the grid.
         statistics: for each active norm, the communicator over which it takes statistics: ``tiles``
             or ``replicas``.
-        first_trained: the number of the first layer with trained parameters. Layers before it have
+        first_trained: the index of the first layer with trained parameters. Layers before it have
             no backward pass.
     """
 
@@ -74,7 +74,7 @@ class PassMessages:
         """Yield the messages of the halo exchange before a layer.
 
         Args:
-            number: the number of the layer.
+            number: the index of the layer.
             back: True for the messages that return the halo's gradient.
             name: the name of the pass.
         """

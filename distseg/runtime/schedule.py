@@ -49,7 +49,7 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
     """Yield a stage's forward passes, then its backward passes, last micro-batch first (GPipe).
 
     Args:
-        stage: the number of the stage.
+        stage: the index of the stage.
         stages: the number of stages.
         micro_batches: the number of micro-batches.
     """
@@ -66,7 +66,7 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]
     ``micro_batches`` if that is smaller.
 
     Args:
-        stage: the number of the stage.
+        stage: the index of the stage.
         stages: the number of stages.
         micro_batches: the number of micro-batches.
     """
@@ -89,7 +89,7 @@ def zb_h1(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
     micro-batches, as many as the first stage in 1F1B.
 
     Args:
-        stage: the number of the stage.
+        stage: the index of the stage.
         stages: the number of stages.
         micro_batches: the number of micro-batches.
     """

@@ -62,7 +62,7 @@ class Stage:
     """Layers of a model that form one stage of a partition.
 
     Args:
-        number: the number of the stage in the partition.
+        number: the index of the stage in the partition.
         model: the model.
         layers: the layers of the stage; None for a model that is not cut into stages.
         incoming: the edges from other stages.
@@ -90,7 +90,7 @@ class Stage:
         stage with a head returns only the partial sums of the loss, under the key ``LOSS``.
 
         Args:
-            m: the number of the micro-batch.
+            m: the index of the micro-batch.
             unit: the micro-batch.
             inputs: for each incoming feature map, a tensor for each tile batch. The first stage
                 gets the pixels as feature map 0.
@@ -112,7 +112,7 @@ class Stage:
         incoming feature map whose edge needs a gradient, a gradient for each tile batch.
 
         Args:
-            m: the number of the micro-batch.
+            m: the index of the micro-batch.
             gradients: for each outgoing edge, the number of its feature map and the gradients of
                 all tile batches. The last stage ignores them, because its head computes the
                 gradient.

@@ -44,7 +44,7 @@ class StoredHalos:
         All ranks that share the images must call this method together.
 
         Args:
-            tensor_id: the number of the feature map.
+            tensor_id: the index of the feature map.
             layouts: the layout of each image.
             cells: for each image, the position of this rank's tile in the grid of tiles.
             maps: for each image, the stored feature map.

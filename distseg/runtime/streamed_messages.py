@@ -238,8 +238,8 @@ class _Run:
 
         Args:
             op: the operation that reads the rows.
-            block: the number of the tile batch.
-            tensor_id: the number of the feature map.
+            block: the index of the tile batch.
+            tensor_id: the index of the feature map.
             row: the first row that is not read; None to read all rows.
             reader: the rank whose gradient of the map is read; None for the map itself.
         """

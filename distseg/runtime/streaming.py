@@ -217,7 +217,7 @@ class StreamingExecutor:
 
         Args:
             places: the placement of each tile batch.
-            number: the number of the micro-batch.
+            number: the index of the micro-batch.
             boxes: the tiles of the network's result to compute, for each tile batch. By default all
                 tiles are computed, in the executor's tile size. A plan with ``boxes`` is not
                 cached.
@@ -233,7 +233,7 @@ class StreamingExecutor:
 
         Args:
             places: the placement of each tile batch.
-            number: the number of the micro-batch.
+            number: the index of the micro-batch.
         """
         return [self._make_plan(places, number, None, rank) for rank in range(self.comm.size)]
 
@@ -692,7 +692,7 @@ class MicroBatchRun:
 
         Args:
             i: the index of the tile batch.
-            tensor_id: the number of the feature map.
+            tensor_id: the index of the feature map.
             box: the part.
         """
         parts = []
@@ -715,7 +715,7 @@ class MicroBatchRun:
     def _run(self, op: TileOperation) -> tuple[Tensor, list]:
         """Return the segment's result on the tile, and the leaves of its graph.
 
-        A leaf is (number of the feature map, window, tensor). Leaves are collected only while
+        A leaf is (index of the feature map, window, tensor). Leaves are collected only while
         gradients are on.
         """
         segment, i = self.segments[op.segment], op.block
@@ -744,7 +744,7 @@ class MicroBatchRun:
         """Return the part ``window`` of a feature map or of the image.
 
         Args:
-            tensor_id: the number of the map; 0 is the image.
+            tensor_id: the index of the map; 0 is the image.
             i: the index of the tile batch.
             window: the box to read.
         """
@@ -877,7 +877,7 @@ class MicroBatchRun:
         """Add the gradient by the statistics of norms to the gradient ``g`` of a map's cells.
 
         Args:
-            tensor_id: the number of the map that the norms read.
+            tensor_id: the index of the map that the norms read.
             i: the index of the tile batch.
             box: the box of the cells.
             g: the gradient of the cells so far.
@@ -896,7 +896,7 @@ class MicroBatchRun:
         Also set ``self.context`` to this tile batch and box, for the layers that run next.
 
         Args:
-            tensor_id: the number of the feature map.
+            tensor_id: the index of the feature map.
             i: the index of the tile batch.
             box: a box of the feature map.
         """
@@ -990,7 +990,7 @@ class MicroBatchRun:
 
         Args:
             i: the index of the tile batch.
-            tensor_id: the number of the feature map.
+            tensor_id: the index of the feature map.
             row: the row before which all rows must have arrived; None for all rows of the map.
         """
         if (coming := self._receiving.get((i, tensor_id))) is not None:
@@ -1030,7 +1030,7 @@ class MicroBatchRun:
         Args:
             maps: the stores, of maps or of gradients.
             i: the index of the tile batch.
-            tensor_id: the number of the map.
+            tensor_id: the index of the map.
             like: a tensor with the channels, dtype and device of the map.
         """
         if (i, tensor_id) not in maps:
@@ -1051,7 +1051,7 @@ class MicroBatchRun:
         Args:
             box: the part.
             i: the index of the tile batch.
-            tensor_id: the number of the feature map.
+            tensor_id: the index of the feature map.
             like: a tensor of any part of the map, from which the number of channels, dtype, device
                 and memory format are taken.
             gradient: True for the gradient.

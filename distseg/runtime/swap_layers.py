@@ -209,7 +209,7 @@ class TiledModel(nn.Module):
     def _user_module(self, window: Tensor, index: int) -> Tensor:
         """Return the output of one window, for a model that is not a list of layer calls.
 
-        ``index`` is the number of the window among the windows of this rank.
+        ``index`` is the index of the window among the windows of this rank.
         """
         begin_pass(self.dropouts)
         return self._one(self.model, window, index=index, store={})
@@ -255,7 +255,7 @@ class TiledModel(nn.Module):
     def _windowed(self, maps: list[dict[int, Tensor]]) -> Callable[[int, nn.Module], list[Tensor]]:
         """Return a function that computes a layer on all windows, including their halos.
 
-        The function takes the number of the layer and the layer, and returns the layer's result on
+        The function takes the index of the layer and the layer, and returns the layer's result on
         each window.
 
         Args:

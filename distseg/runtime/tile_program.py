@@ -105,7 +105,7 @@ class StagePlan:
         grid: the tiles of the micro-batch.
         back: True if backward passes follow. Otherwise a feature map is dropped once this rank has
             read it.
-        number: the number of the micro-batch.
+        number: the index of the micro-batch.
     """
 
     segments: Sequence[Segment]
@@ -141,7 +141,7 @@ class StagePlan:
 
     @cached_property
     def made(self) -> dict[int, int]:
-        """Index of the segment that computes a feature map, by the number of the map.
+        """Index of the segment that computes a feature map, by the index of the map.
 
         It has only the feature maps that this rank computes.
         """
@@ -157,7 +157,7 @@ class StagePlan:
         return self.segments[segment].sources
 
     def stop(self, segment: int) -> int:
-        """Return the number of the feature map that is the result of a segment."""
+        """Return the index of the feature map that is the result of a segment."""
         return self.segments[segment].result
 
     def is_last(self, segment: int) -> bool:
@@ -360,7 +360,7 @@ def peak(plan: StagePlan, sizes: Callable[[int, int], int]) -> int:
 def _written(plan: StagePlan, op: Operation) -> list[tuple[str, int, int]]:
     """Return a key for each stored feature map and gradient that an operation writes.
 
-    A key is (``map`` or ``gradient``, index of the tile batch, number of the feature map).
+    A key is (``map`` or ``gradient``, index of the tile batch, index of the feature map).
     """
     if isinstance(op, ForwardTile):
         return [("map", op.block, plan.stop(op.segment))]
@@ -440,7 +440,7 @@ def _after_all_readers(plan: StagePlan, stage: int, tensor_id: int) -> Iterator[
     Args:
         plan: the plan of the micro-batch.
         stage: the stage whose backward passes have run on all tiles that read the map.
-        tensor_id: the number of the feature map.
+        tensor_id: the index of the feature map.
     """
     if plan.stages_reading(tensor_id)[:1] not in ([], [stage]):
         return
@@ -539,7 +539,7 @@ class _Fronts:
         """True if rows of a map are made already, or if no segment in ``bands`` makes them.
 
         Args:
-            tensor_id: the number of the map.
+            tensor_id: the index of the map.
             block: the index of the tile batch.
             rows: the rows (first, after the last).
         """
@@ -582,8 +582,8 @@ class _Fronts:
         """Return the first row of a map that a segment still reads; infinity if it reads no more.
 
         Args:
-            segment: the number of the segment.
-            tensor_id: the number of the map.
+            segment: the index of the segment.
+            tensor_id: the index of the map.
             block: the index of the tile batch.
         """
         bands, at = self.bands[segment], self._at[segment]
@@ -601,7 +601,7 @@ class _Fronts:
         The gradients of all rows before it are final and can be sent.
 
         Args:
-            tensor_id: the number of the feature map.
+            tensor_id: the index of the feature map.
             block: the index of the tile batch.
 
         Returns:

@@ -28,7 +28,7 @@ class Node:
         access_patterns: for each dim, the access pattern of the layer on its first input. Empty if
             an output cell reads only the cell at its own position of the first input. Of each other
             input, an output cell always reads only the cell at its own position.
-        like: number of the map whose size the result takes, as in resizing to the size of another
+        like: index of the map whose size the result takes, as in resizing to the size of another
             map. The layer reads only the size of this map. None if the inputs determine the size.
         placed: True if the value of a cell also depends on its position in the image and on the
             image's size.
@@ -42,7 +42,7 @@ class Node:
 
     @property
     def first(self) -> int:
-        """The number of the first feature map that the layer reads."""
+        """The index of the first feature map that the layer reads."""
         return self.inputs[0]
 
     @property
@@ -129,7 +129,7 @@ class Graph(Sequence[Node]):
 
     @property
     def result(self) -> int:
-        """The number of the last map, the output of the network."""
+        """The index of the last map, the output of the network."""
         return len(self.nodes)
 
     @property
@@ -193,7 +193,7 @@ class Skip(NamedTuple):
     """A skip connection: a map that is read by a node other than the one right after it.
 
     Attributes:
-        stash: number of the map, which is also the number of the node right after it.
+        stash: index of the map, which is also the index of the node right after it.
         pop: number of the later node that reads the map.
     """
 

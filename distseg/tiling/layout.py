@@ -188,7 +188,7 @@ class Layout:
         The tile has computed this box, or has read it if the map is the image.
 
         Args:
-            source: the number of the map.
+            source: the index of the map.
             cell: the position of the tile in the grid.
         """
         if source == 0:
@@ -523,7 +523,7 @@ def _earlier(graph: Graph, point: int, stored: Container[int]) -> int:
 
     Args:
         graph: the network.
-        point: the number of the node before which an exchange is needed.
+        point: the index of the node before which an exchange is needed.
         stored: the numbers of the nodes whose first input is stored.
     """
     number = point

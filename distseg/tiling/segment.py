@@ -46,7 +46,7 @@ class Segment:
 
     @property
     def result(self) -> int:
-        """The number of the map that the segment computes."""
+        """The index of the map that the segment computes."""
         return self.nodes[-1] + 1
 
 
@@ -139,7 +139,7 @@ class TilePlan:
 
     @cached_property
     def read(self) -> dict[int, Box]:
-        """The window to read from each stored feature map, by the number of the map."""
+        """The window to read from each stored feature map, by the index of the map."""
         return {
             source: box_of([along.read[source] for along in self.along])
             for source in self.segment.sources

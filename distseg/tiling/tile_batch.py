@@ -71,7 +71,7 @@ class MicroBatch:
     """Tile batches that run through the network together, as one micro-batch of the pipeline.
 
     Attributes:
-        micro_batch: the number of the micro-batch in the step.
+        micro_batch: the index of the micro-batch in the step.
         pieces: the tile batches of the micro-batch.
     """
 

@@ -176,7 +176,7 @@ class StepPrograms:
         """Return the placements of the tiles of a rank.
 
         Args:
-            tile: the number of the rank's part among the parts of an image.
+            tile: the index of the rank's part among the parts of an image.
         """
         config = self.config
         coordinates: list[int] = []
@@ -233,7 +233,7 @@ class StepPrograms:
         """Return the operations of a rank that streams tiles.
 
         Args:
-            tile: the number of the rank's part among the parts of an image.
+            tile: the index of the rank's part among the parts of an image.
             rank: the number of the rank in its pipeline.
         """
         config, exchange = self.config, self.exchange(tile)

@@ -43,8 +43,8 @@ class Image:
         pixels: (C, *size).
         labels: (*size), or (1, ...) for one label of the whole image.
         number: the image's number in the epoch.
-        group: the number of the sample group that has the image.
-        micro_batch: the number of the micro-batch that has the image.
+        group: the index of the sample group that has the image.
+        micro_batch: the index of the micro-batch that has the image.
     """
 
     pixels: Tensor
@@ -378,7 +378,7 @@ class _Whole(TorchFunctionMode):
         """Return a context manager in which the model runs one forward pass.
 
         Inside the context, PyTorch's functions for norms and dropout are replaced. Dropout masks
-        depend on the number of each image and on the number of the dropout call, counted from 0.
+        depend on the number of each image and on the index of the dropout call, counted from 0.
 
         Args:
             batch: the images that go through the model in this pass.

@@ -539,7 +539,7 @@ def _unit(m: int, block: LazyTileBatch, box: Box) -> MicroBatch:
     """Return a micro-batch that holds only the labels of one tile.
 
     Args:
-        m: the number of the micro-batch.
+        m: the index of the micro-batch.
         block: the lazy tile batch that the tile is part of.
         box: the box of the tile.
     """

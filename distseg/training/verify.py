@@ -84,7 +84,7 @@ class RandomImages:
 
     Attributes:
         epoch: the number of the epoch, which is a part of the key of dropout masks.
-        first: the number of the step's first image in the epoch.
+        first: the index of the step's first image in the epoch.
     """
 
     epoch = first = 0
@@ -175,7 +175,7 @@ class StoreImages:
 
     Attributes:
         epoch: the epoch of the step.
-        first: the number of the step's first image in the epoch.
+        first: the index of the step's first image in the epoch.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ of the image's side; digits do not overlap;
 With ``sum_below`` the classes alternate, so that all have the same number of images. Gupta et al.
 2023 ("Patch Gradient Descent") use sums below 10, 1,000 images per class and no noise.
 
-All random numbers depend on (seed, split, number of the image) only, so an image does not depend on
+All random numbers depend on (seed, split, index of the image) only, so an image does not depend on
 the others. Images are written strip by strip.
 """
 

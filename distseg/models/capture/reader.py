@@ -131,7 +131,7 @@ class Reader:
         self._detached: dict[Made, Value] = {}
         # Modules whose calls update a running mean, by the name of the mean.
         self.keepers: dict[str, str] = {}
-        # Dropout layers, by the number of the user's dropout call among all such calls.
+        # Dropout layers, by the index of the user's dropout call among all such calls.
         self.dropouts: dict[int, Dropped] = {}
         # Numbers of the calls whose random numbers a dropout layer draws.
         self._claimed: set[int] = set()

@@ -217,7 +217,7 @@ def file_of(kind: str, part: int, parts: int) -> str:
 
     Args:
         kind: weights or optimizer.
-        part: the number of the stage's rank in the pipeline, from 1.
+        part: the index of the stage's rank in the pipeline, from 1.
         parts: the number of ranks in the pipeline.
     """
     return f"{kind}-{part}-of-{parts}.safetensors"

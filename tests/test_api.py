@@ -270,6 +270,34 @@ def test_streamed_tiles_and_micro_batches(comm):
             torch.testing.assert_close(p.grad, wanted[name], rtol=1e-9, atol=1e-15)
 
 
+@pytest.mark.parallel(2)
+def test_functions_that_need_the_gradients_of_all_stages_are_refused(comm):
+    """Neither PyTorch's clipping nor LBFGS; both are right for a module beside it, and for one stage."""
+    clip = torch.nn.utils.clip_grad_norm_  # a name that users import before they distribute
+    x, y = images(0, 1)
+
+    def gradients(stages):
+        mesh = distseg.init_mesh(stages=stages, tiles=(1, comm.size // stages), comm=comm)
+        model = distseg.distribute(network(), mesh)
+        for one in (model, copy.deepcopy(model)):
+            one.backward(x, y, distseg.PixelLoss(CE))
+            yield one, list(one.parameters())
+
+    for _, parameters in gradients(1):
+        norm = clip(parameters, 1e9)
+        torch.optim.LBFGS(parameters).step(lambda: 0.0)
+    for model, parameters in gradients(2):
+        with pytest.raises(ValueError, match="call clip_grad_norm_ of the distributed model"):
+            clip(iter(parameters), 1e9)
+        with pytest.raises(ValueError, match="LBFGS updates each parameter"):
+            torch.optim.LBFGS(parameters).step(lambda: 0.0)
+        assert model.clip_grad_norm_(1e9) == pytest.approx(norm.item(), rel=1e-11)
+        torch.optim.AdamW(parameters).step()
+    beside = nn.Linear(2, 3)
+    beside(torch.ones(1, 2)).sum().backward()
+    assert clip(beside.parameters(), 1e9) == pytest.approx(3)
+
+
 @pytest.mark.parallel([1, 2, 4])
 def test_prediction(comm):
     mesh = distseg.init_mesh(tiles=(1, comm.size), comm=comm)

@@ -27,6 +27,7 @@ from distseg.tiling.tile import Box, TilePlacement, check_grid, owned_tiles
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images, on_tile
 from distseg.training.engine import Engine
 from distseg.training.module_changes import ModuleChanges
+from distseg.training.partial_gradients import refuse_partial_gradients
 
 T = TypeVar("T")
 _MOST_CRITERIA = 16  # criteria that are kept, for loops that make a new one in each step
@@ -108,6 +109,15 @@ class DistributedModel(nn.Module):
         self._predictor: Predictor | None = None
         self._hooks, self._joins_images = _hooks_of(network), joins_images
         self._changes = changes
+        self._refuse_partial_gradients()
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)  # of a copied model
+        self._refuse_partial_gradients()
+
+    def _refuse_partial_gradients(self) -> None:
+        if self.mesh.shape.stages > 1:
+            refuse_partial_gradients(self.parameters())
 
     # Parameters and state
 

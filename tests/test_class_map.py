@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import h5py
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 import tifffile
 from PIL import Image
 
+from distseg.config.settings import PredictBase
 from distseg.data import class_files, class_map
-from distseg.data.class_files import Classes, are_there, paths_of
+from distseg.data.class_files import FORMS, Classes, are_there, paths_of
 from distseg.data.class_map import PartialMap, identity_of
 from distseg.report import disk
 from distseg.tiling.tile import tiles
@@ -153,6 +155,14 @@ def test_a_result_is_told_from_others_and_from_files_of_other_origin(tmp_path, f
         match=f"{path} exists and is not a class map that distseg wrote: move it, or set another --output",
     ):
         are_there([path], identity)
+
+
+def test_the_setting_takes_each_format_that_can_be_written():
+    (named,) = get_args(get_type_hints(PredictBase)["formats"])
+    aliases = {"h5", "tif"}
+    assert {*get_args(named)} - aliases == {*FORMS}
+    for form in FORMS:
+        assert PredictBase(formats=[form]).formats == [form]
 
 
 @pytest.mark.parametrize(

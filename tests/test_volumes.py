@@ -140,7 +140,7 @@ def test_from_files_to_maps(tmp_path, capsys, monkeypatch):
     crops = ["--data.crop", "12x12x16", "--data.augment", "[flip, turn]", "--train.epochs", 2]
     assert run("train", "--data.store", "s.h5", "--train.output", "run", *net, *crops) == 0
     assert run("evaluate", "run") == 0
-    forms = ["--predict.formats", "[nifti, hdf5]", "--predict.tile", "9x11x13"]
+    forms = ["--predict.formats", "[nifti, nrrd, hdf5]", "--predict.tile", "9x11x13"]
     image = next(Path("i").glob("v2*"))
     capsys.readouterr()
     assert run("predict", "run", "--images", image, "--output", "found", *forms) == 0
@@ -150,6 +150,8 @@ def test_from_files_to_maps(tmp_path, capsys, monkeypatch):
     affine = nibabel.load(image).affine  # AFFINE in single precision
     assert np.array_equal(found.affine, affine) and found.get_data_dtype() == np.uint8
     assert found.shape == volume(2)[0].shape[::-1]
+    same = open_image("found/v2.nrrd")
+    assert np.array_equal(same.read(Box.whole(same.size))[0], np.asarray(found.dataobj).T)
     # The store's image has the same map, and its affine too.
     name = Store("s.h5").split("test")[0]
     assert run("predict", "run", "--output", "stored", *forms) == 0

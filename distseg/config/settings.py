@@ -824,7 +824,18 @@ class PredictBase:
     """Also write the probability of each class (float16), into NAME.h5 or NAME.ome.zarr."""
     formats: list[
         Literal[
-            "hdf5", "h5", "tiff", "tif", "png", "nifti", "zarr", "cog", "gpkg", "geojson", "objects"
+            "hdf5",
+            "h5",
+            "tiff",
+            "tif",
+            "png",
+            "nifti",
+            "nrrd",
+            "zarr",
+            "cog",
+            "gpkg",
+            "geojson",
+            "objects",
         ]
     ] = field(default_factory=lambda: ["hdf5", "png"])
     """File formats of class maps. hdf5: NAME.h5. tiff: tiled NAME.tif with the image's

@@ -133,14 +133,22 @@ class Gradients:
             largest: the largest norm that is allowed.
             norm: the norm of the gradients of all stages before scaling.
         """
-        factor = largest / (norm + 1e-6)
-        if factor < 1:
+        if (factor := clip_factor(largest, norm)) < 1:
             self.multiply(factor)
 
     def multiply(self, factor: float) -> None:
         """Multiply all gradients by a factor."""
         for part in self.parts:
             part.mul_(factor)
+
+
+def clip_factor(largest: float, norm: float) -> float:
+    """Return the factor that scales gradients with this norm to the norm ``largest``.
+
+    If it is not below 1, the gradients stay as they are. The small number in the denominator is
+    that of ``torch.nn.utils.clip_grad_norm_``.
+    """
+    return largest / (norm + 1e-6)
 
 
 def _same_bucket(group: list[nn.Parameter], p: nn.Parameter) -> bool:

@@ -1,8 +1,8 @@
 """Read boxes of samples: pixels, normalised and augmented, and labels.
 
-A box is in the coordinates of the augmented sample, which is a crop with its context. Only the part
-of the image that the box needs is read. A pixel has the same bits in a box as in the whole
-augmented sample.
+Which boxes a rank reads is decided in :mod:`distseg.data.loader`. A box is in the coordinates of
+the augmented sample, which is a crop with its context. Only the part of the image that the box
+needs is read. A pixel has the same bits in a box as in the whole augmented sample.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ DROPOUTS = (nn.Dropout, *CHANNEL_DROPOUTS, DropImage)
 def channel_mask(p: float, k: int, channels: int) -> Tensor:
     """Return a mask (C,) float64: 0 for a dropped channel, 1 / (1 - p) for a kept one.
 
+    The compiled norm (``kernels/norm.cpp``) draws the same masks in code of its own.
+
     Args:
         p: the probability that a channel is dropped.
         k: the key of the mask (:func:`dropout_key`).

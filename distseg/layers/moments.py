@@ -77,6 +77,8 @@ class Moments(NamedTuple):
 def combine(parts: Moments) -> Moments:
     """Combine the moments of R parts to the moments of all their values.
 
+    ``Moments::join`` in ``kernels/norm.cpp`` computes the same in compiled code.
+
     Args:
         parts: the moments of the parts, stacked along dim 0: ``count`` (R, ...), ``mean`` and
             ``m2`` (R, ..., C). The result has no dim R.

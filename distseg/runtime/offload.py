@@ -1,6 +1,7 @@
 """Feature maps that are too large for memory, stored in files without a name.
 
-No name leads to such a file, so it disappears with the process, however the process ends.
+A window is read when a tile needs it; nothing is read ahead. No name leads to such a file, so it
+disappears with the process, however the process ends.
 
 Windows are read and written row by row instead of through mmap. A full disk then raises an error
 with a message; with mmap it would send a signal. The operating system's cache of the file does not

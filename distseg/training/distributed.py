@@ -13,6 +13,7 @@ from torch.autograd import Variable
 
 from distseg.comm.collective import add
 from distseg.comm.launch import JointFailure, raise_jointly
+from distseg.comm.reducer import clip_factor
 from distseg.comm.replicas import broadcast
 from distseg.comm.staging import upload
 from distseg.config.sizes import Size
@@ -347,7 +348,7 @@ class DistributedModel(nn.Module):
         parts = [p.grad for p in self.engine.parameters if p.grad is not None]
         own = sum(float(torch.linalg.vector_norm(g.double())) ** 2 for g in parts)
         norm = self.engine.over_stages(own) ** 0.5
-        if (factor := max_norm / (norm + 1e-6)) < 1:
+        if (factor := clip_factor(max_norm, norm)) < 1:
             for gradient in parts:
                 gradient.mul_(factor)
         return norm

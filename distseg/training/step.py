@@ -9,6 +9,8 @@ known before the first backward pass. There are three ways to know it:
 - all forward passes are done before (GPipe, or a single micro-batch);
 - an extra forward pass without gradients computes it (Dice under 1F1B and ZB-H1).
 
+The update of the weights is ``Engine.update`` (:mod:`distseg.training.engine`).
+
 Words of this module: a *tile batch* is one window of several images of one size, in memory or, with
 streamed tiles, read when it is needed (*lazy tile batch*). Its *placement* says where the tile lies
 in the images. With streamed tiles, a *stage plan* lists the segments of the network and the feature
@@ -502,7 +504,7 @@ class StreamingRunner:
         return actions
 
     def _run(self, program: Sequence[Operation], given: StreamedStep) -> None:
-        """Run operations, and take what each tile of the last segment returns.
+        """Run operations, and pass the results of the last segment's tiles to the loss.
 
         Args:
             program: the operations.

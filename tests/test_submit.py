@@ -453,9 +453,12 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         ([*PERLMUTTER, "--scaling", "2,2"], "--scaling must be a list of distinct numbers"),
         (
             [*PERLMUTTER, "--scaling", "1,2", "--nodes", "2"],
-            "--scaling 1,2 names the nodes of each job: leave --nodes out",
+            "--scaling 1,2 makes one job for each number of nodes, so it cannot be combined with --nodes",
         ),
-        ([*PERLMUTTER, "--scaling", "1,2", "--sweep", "train.seed=1,2"], "leave --sweep out"),
+        (
+            [*PERLMUTTER, "--scaling", "1,2", "--sweep", "train.seed=1,2"],
+            "cannot be combined with --sweep",
+        ),
         (
             [*PERLMUTTER, "--scaling", "1,2", "--scale", "stages"],
             "--scale must be samples or tiles, got 'stages'",

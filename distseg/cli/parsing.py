@@ -197,7 +197,7 @@ def _without_files(arguments: list[str], kind: type) -> tuple[list[str], list[Se
 
 
 def config_from(parsed: Namespace, kind: type = Config) -> Config | PatchConfig:
-    """Return the config of class ``kind`` with the settings among the values of all flags."""
+    """Return the config (of class ``kind``) with the settings that are among the parsed flags."""
     return kind(
         **{
             section.name: section.default_factory(**vars(parsed[section.name]))

@@ -217,7 +217,8 @@ def with_best_layout(
         image: the size of an image in pixels; by default the size of the store's largest sample.
 
     Raises:
-        ValueError: no layout is possible, or another setting belongs to a layout that is given. It
+        ValueError: no layout is possible, or a setting that describes a layout, such as
+            ``mesh.tiles``, is given too. It
             is raised on all ranks.
     """
     if config.mesh.layout == "given":

@@ -74,7 +74,8 @@ class Context:
     def places(self) -> list[TilePlacement]:
         """Placements of the windows of this forward pass, one for each window of this rank.
 
-        Assign them to begin a new pass, whose ``regions`` are not known yet (None).
+        To begin a new forward pass, assign the placements of its windows. This sets ``regions`` to
+        None, because the regions of the new windows are found layer by layer.
         """
         return self._pass.places
 

@@ -153,7 +153,7 @@ class WeightedSum(Criterion):
 
     @property
     def linear(self) -> bool:
-        """True if all criteria are linear."""
+        """True if all criteria are linear in their partial sums over pixels."""
         return all(part.linear for _, part in self.parts)
 
     @property

@@ -351,8 +351,8 @@ class DistributedNorm(nn.Module):
         """Return the row in the statistics of each entry x[b] of the batch ``x``.
 
         Usually an entry is an image, with the row that :meth:`rows` returns. But a user's module
-        that always reads whole images may stack other things in the batch, such as parts of images.
-        Entry b of such a batch has row b, or row 0 in batch norm.
+        that reads whole images may have split each of them into several entries of the batch. In
+        such a batch, entry b has row b; in batch norm all entries have row 0.
 
         Args:
             x: the feature map of window ``index``, (B, C, *size).

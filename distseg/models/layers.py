@@ -463,12 +463,13 @@ class Formula(nn.Module):
     Args:
         steps: the functions, in order. A step can use the maps and the results of earlier steps.
             The result of the last step is the result of the layer.
-        reads: the form in which the functions take each map. Some of the maps may be vectors of
-            the image (:class:`Mean`).
+        reads: for each map, how its dims are rearranged before the functions take it. Some of the
+            maps may be vectors of the image (:class:`Mean`).
         tensors: parameters and buffers by name.
         part: the index of the result, if the last function returns several results.
-        made: the axes of the result; None if the result is a map already. A result without
-            positions is a vector of the image. It is kept as (N, C', 1, ...).
+        made: the meaning of each dim of the result, if they must be rearranged to (N, C', *size);
+            None if they need not be. A result without spatial dims is a vector of the image. It is
+            kept as (N, C', 1, ...).
     """
 
     def __init__(

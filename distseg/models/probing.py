@@ -93,9 +93,9 @@ def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, i
             if without_stride < 2:
                 continue
             raise ValueError(
-                f"this model has no stride: moving the image by up to {length // 4} pixels never "
-                "moves the result by the same distance, so a layer depends on the image's size, "
-                "and such a network cannot be computed from windows: replace this layer, such as "
+                "this model cannot be computed from windows of an image: moving the image by up "
+                f"to {length // 4} pixels never moves the result by the same distance, so one of "
+                "its layers depends on the size of the image: replace the layers that do, such as "
                 "up-sampling with align_corners=True"
             )
         border = length // 2 // stride * stride

@@ -175,7 +175,9 @@ class _Traffic(TorchDispatchMode):
 
 
 def _shapes(kernel, args: tuple, kwargs: dict, result, moved: int) -> Iterator[Shape]:
-    """Yield kind and shape of a kernel, unless it moves and computes nothing.
+    """Yield the kind of a kernel and the sizes on which its time depends.
+
+    Nothing is yielded for a kernel that neither moves bytes nor computes, such as a view.
 
     Args:
         kernel: the kernel.

@@ -102,8 +102,8 @@ def _share(device: torch.device, stages: int, gpus: int) -> list[torch.device]:
         raise ValueError(
             f"this rank's {stages} stages would be on cuda:{first} to cuda:{first + stages - 1}, "
             f"but this process sees {gpus} GPUs: start fewer "
-            "ranks a node, show each rank its own GPUs and name them as pipeline.devices, or give "
-            "pipeline.balance fewer stages"
+            "ranks a node, give each rank GPUs of its own (CUDA_VISIBLE_DEVICES) and name them in "
+            "pipeline.devices, or give pipeline.balance fewer stages"
         )
     return [torch.device("cuda", first + stage) for stage in range(stages)]
 

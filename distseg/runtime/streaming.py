@@ -668,7 +668,8 @@ class MicroBatchRun:
     def backward(self, op: BackwardTile) -> None:
         """Run a tile's backward pass; repeat its forward pass first if its graph was not kept.
 
-        The gradients of the windows that the tile read are added to the stored gradients.
+        The tile read windows of stored feature maps. Their gradients are added to the stored
+        gradients of these maps.
         """
         stop = self.segments[op.segment].result
         g = self._gradient(op.block, stop, op.box)
@@ -1007,7 +1008,10 @@ class MicroBatchRun:
     # Stored feature maps
 
     def drop(self, op: Drop) -> None:
-        """Release a stored feature map, once its rows have arrived and are sent (:class:`Drop`)."""
+        """Release a stored feature map (:class:`Drop`).
+
+        Wait first for messages that still bring rows of the map or send them.
+        """
         for i in self._blocks():
             self._wait_for_rows(i, op.tensor_id)  # Rows that no window reads arrive too.
             self._wait_sent(i, op.tensor_id)

@@ -156,7 +156,8 @@ def in_front(side: str | int, more: int) -> int:
 class Shifted(AccessPattern):
     """The access pattern in which output j is input j - ``before``.
 
-    ``mirrored`` is True if inputs outside the map stand for repeated cells of the map.
+    ``mirrored`` is True if positions outside the map read a cell inside of it, as with the padding
+    modes ``reflect``, ``replicate`` and ``circular``.
     """
 
     before: int

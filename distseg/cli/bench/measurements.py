@@ -184,7 +184,7 @@ def with_reducer(config: Config, chosen: Sequence[Case], ranks: int, transport: 
 def _machine(
     asked: Asked, config: Config, model: nn.Module, image: Size, world: Communicator
 ) -> Machine | None:
-    """Return the machine of the predictions; None without predictions.
+    """Return the machine for which the planner predicts the cases; None without predictions.
 
     All ranks of ``world`` must call it together.
     """

@@ -305,8 +305,8 @@ def _scaling(job: Job, asked, output: str) -> list[Job]:
     """
     if asked.sweep or asked.nodes:
         raise ValueError(
-            f"--scaling {asked.scaling} names the nodes of each job: leave"
-            f" {'--sweep' if asked.sweep else '--nodes'} out"
+            f"--scaling {asked.scaling} makes one job for each number of nodes, so it cannot be "
+            f"combined with {'--sweep' if asked.sweep else '--nodes'}: leave one of them out"
         )
     if asked.scale not in ("samples", "tiles"):
         raise ValueError(f"--scale must be samples or tiles, got {asked.scale!r}")

@@ -81,7 +81,7 @@ def is_lossy(data: bytes, dtype: np.dtype) -> bool:
 
 
 def _depth(data: bytes) -> int:
-    """Return the number of values per pixel that LERC's own bytes hold side by side.
+    """Return the number of values of a pixel that are adjacent in the decoded LERC data.
 
     It is 1 if the image has one band, or if its bands are stored one after the other.
     """

@@ -117,7 +117,10 @@ def _joined(images: list[TiffPageSeries]) -> list[TiffPageSeries]:
 
 
 def _series_of(pages: list, like: TiffPageSeries) -> TiffPageSeries:
-    """Return pages of the same form as one series of the kind of ``like``."""
+    """Return a series that joins pages of the same shape and number type.
+
+    Its kind, such as OME or ImageJ, is that of the series ``like``.
+    """
     form = pages[0].keyframe
     spread = len(pages) > 1
     return TiffPageSeries(

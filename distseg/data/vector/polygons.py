@@ -64,7 +64,7 @@ class Sums:
 
     @classmethod
     def added(cls, parts: list[Sums]) -> Sums:
-        """Return the sums of all ``parts``, each object once."""
+        """Return the sums over all ``parts``, with one entry for each object."""
         numbers = np.concatenate([part.numbers for part in parts])
         numbers, first, of = np.unique(numbers, return_index=True, return_inverse=True)
         labels = np.concatenate([part.labels for part in parts])[first]

@@ -68,8 +68,8 @@ def attention(
         raise reader.refusal(ATTENTION, everywhere=True)
     if v[:-2] != lead or not isinstance(value, Value):
         raise reader.refusal(
-            "has values whose number of heads or images differs from that of its queries or keys: "
-            "give queries, keys and values the same number of heads and images"
+            "is attention whose values have another number of heads or images than its queries or "
+            "keys: give queries, keys and values the same number of heads and images"
         )
     score = partial(_scores, scale=scale, soft=False)
     scores = reader.applied(score, (query, key, bias), "scores", scores_axes)

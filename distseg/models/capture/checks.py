@@ -222,7 +222,7 @@ def check_exact(model: nn.Module, size: Sequence[int]) -> None:
 
     Raises:
         ValueError: the message names the function, the module and the line, and says why the
-            network was not captured.
+            network was not captured: a captured network would need no such check.
     """
     check_seen(model)
     if is_followed(model):

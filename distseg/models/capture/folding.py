@@ -210,8 +210,8 @@ class Folding:
                 ``groups``.
 
         Returns:
-            (args, kwargs) with T times the channels and groups. The kernel has length 1 along the
-                spatial dims in the batch dim.
+            (args, kwargs) with T times the channels and groups. Where user code moved a spatial dim
+                into the batch dim, the kernel has length 1 along it.
         """
         first, second, kernel, *rest = args
         return (

@@ -145,10 +145,10 @@ def measured(reader: Reader, args: tuple) -> tuple:
 
 
 def _numbers(reader: Reader, x: Any) -> Sizes | None:
-    """Return the number ``x`` with its value in each trace; None if ``x`` is no such number.
+    """Return the value of ``x`` in each trace, if ``x`` is a number that differs between traces.
 
-    A tensor without dims, computed from numbers only, counts as a number. A number with the same
-    value in all traces does not count.
+    A tensor without dims, computed from numbers only, counts as a number. The result is None for
+    anything else, and for a number with the same value in all traces.
     """
     if isinstance(x, Sizes):
         return x if all(isinstance(n, (int, float)) for n in x.each) else None

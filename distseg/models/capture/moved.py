@@ -44,8 +44,8 @@ def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
             else "several dims of the image, or positions and channels together"
         )
         raise reader.refusal(
-            f"{what} {images}; supported: the same operation on one dim of the image, or on "
-            f"channels"
+            f"{what} {images}; it can be distributed if it "
+            "concerns only channels, or only one dim of the image"
         )
     return axis.places[0]
 

@@ -227,8 +227,8 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple) -> Any:
     Args:
         x: the argument.
         beside: the map or vector with which the call combines the argument.
-        way: where the argument is in the current call: ("args", index) or ("kwargs", name). If it
-            is empty, a number is returned unchanged.
+        way: where the argument is in the current call: ("args", index) or ("kwargs", name). It is
+            empty for an argument that need not be replaced if it is a number.
     """
     if (
         isinstance(x, Sizes)

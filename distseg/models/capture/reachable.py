@@ -77,9 +77,9 @@ class Home:
 
 
 def homes_of(model: nn.Module) -> list[Home]:
-    """Return the classes, functions and files outside a model that its forward pass reads.
+    """Return the classes, functions and source files outside a model that its forward pass uses.
 
-    Each :class:`Home` lists the names whose values may change, such as a counter among the globals.
+    Each :class:`Home` lists those of its names whose values may change, such as a global counter.
     """
     search = _Search()
     search.follow(model.modules())

@@ -769,7 +769,13 @@ class Reader:
         return found
 
     def _add(self, name: str, make, reads: Sequence[Value]) -> None:
-        """Add a layer under a new name; ``make`` and ``reads`` are those of :meth:`emit`."""
+        """Add a layer under a new name.
+
+        Args:
+            name: the name, which no other layer has.
+            make: returns the layer, as in :meth:`emit`.
+            reads: the feature maps that the layer reads.
+        """
         assert name not in self.layers, name
         self.layers[name] = make, tuple(x.name for x in reads)
         self.lines[name] = self.call.line

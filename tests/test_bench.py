@@ -21,7 +21,7 @@ from distseg.cli.bench.comparison import compare
 from distseg.cli.bench.environment import performance_variables
 from distseg.cli.bench.head_figures import figures_of
 from distseg.cli.bench.kinds import MEASURED
-from distseg.cli.bench.measurements import with_reducer
+from distseg.cli.bench.measurements import reducer_for
 from distseg.cli.bench.report import environment_rows, joined_settings
 from distseg.cli.bench.result_files import read_result
 from distseg.cli.bench.results import Measurement, Result, file_name, write_result
@@ -29,7 +29,7 @@ from distseg.cli.bench.running_step import busiest_rank, mean_parts
 from distseg.cli.bench.studies import studies_of
 from distseg.comm.counted import CountedComm, Traffic
 from distseg.comm.launch import peak_memory, release_freed_memory, reset_peak_memory
-from distseg.config.settings import Config, MeshConfig, SpatialConfig, TrainConfig
+from distseg.config.settings import Config, MeshConfig
 from distseg.config.sizes import Size
 from distseg.planning.mesh_search import MeshLayout
 
@@ -118,15 +118,12 @@ def test_the_numbers_of_ranks(text, ranks, multiple, found):
 
 
 def test_the_layout_of_a_config():
-    config = Config(
-        mesh=MeshConfig(samples=2, tiles="2x2"),
-        spatial=SpatialConfig(exchange_every=2),
-        train=TrainConfig(accumulate=3),
-    )
-    found = layouts.base_layout(config, linear=True)
+    config = Config(mesh=MeshConfig(samples=2, tiles="2x2"))
+    found = layouts.base_layout(config.mesh, config.pipeline, "2", 3, linear=True)
     assert found == MeshLayout(2, Size("2x2"), 1, "2", 3, "1f1b", "never")
     # A loss that labels alone do not determine would take 1f1b an extra forward pass.
-    assert layouts.base_layout(Config(), linear=False).schedule == "gpipe"
+    alone = Config()
+    assert layouts.base_layout(alone.mesh, alone.pipeline, "1", 1, linear=False).schedule == "gpipe"
 
 
 def shown(found: list[cases.Case]) -> list[tuple]:
@@ -197,11 +194,11 @@ def test_memory_is_measured_along_each_axis_that_divides():
 def test_a_case_changes_only_the_layout():
     config = Config().with_values({"optim.lr": 0.5, "spatial.tiles_per_rank": "2x2"})
     (case,) = cases.weak_cases(ONE, [2], "samples", IMAGE, "all")
-    found = case.settings(config)
+    found = config.with_values(case.changes(config.mesh, config.pipeline, config.spatial))
     assert (found.mesh.samples, found.optim.lr) == (2, 0.5)
     assert found.spatial.tiles_per_rank == Size("2x2")
     (case,) = cases.strong_cases(ONE, [2], "tiles", IMAGE, "1")
-    found = case.settings(config)
+    found = config.with_values(case.changes(config.mesh, config.pipeline, config.spatial))
     assert (found.spatial.exchange_every, found.spatial.tiles_per_rank) == ("1", Size("2x2"))
 
 
@@ -335,14 +332,11 @@ def test_ranks_that_do_not_fit_are_refused_by_all_ranks(comm, capsys, shared_pat
 
 
 def test_gradients_are_summed_alike_in_all_cases():
-    some = cases.strong_cases(ONE, [1, 2], "tiles", IMAGE, "1")
-    config = Config()
-    assert with_reducer(config, some, 2, "mpi").mesh.reducer == "mpi"
-    assert with_reducer(config, some, 2, "torch") == with_reducer(config, some[1:], 2, "mpi")
-    assert with_reducer(config, some, 2, "torch") == config
-    horovod = config.with_values({"mesh.reducer": "horovod"})
+    assert reducer_for("auto", 1, 2, "mpi") == "mpi"
+    assert reducer_for("auto", 1, 2, "torch") == reducer_for("auto", 2, 2, "mpi") == "auto"
+    assert reducer_for("horovod", 2, 2, "mpi") == "horovod"
     with pytest.raises(ValueError, match="connects all ranks of a job, but some cases have fewer"):
-        with_reducer(horovod, some, 2, "mpi")
+        reducer_for("horovod", 1, 2, "mpi")
 
 
 @pytest.mark.parallel(1)

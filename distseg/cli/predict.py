@@ -91,7 +91,8 @@ def run_predict(
         checkpoint = find(run)
         network = network_identity(checkpoint, manifest, config.prediction_settings)
         if images:
-            sources = _sources_of_files(images, manifest, config, nodata, level)
+            scratch, shrink = settings.scratch, config.data.shrink
+            sources = _sources_of_files(images, manifest, scratch, shrink, nodata, level)
             inputs = [Path(path) for path in images]
         else:
             _check_flags_of_store(nodata, level)
@@ -138,7 +139,8 @@ def run_predict(
 def _sources_of_files(
     images: Sequence[str],
     manifest: Mapping,
-    config: Config | PatchConfig,
+    scratch: str | None,
+    shrink: int,
     nodata: str | None,
     level: int,
 ) -> dict[str, Callable[[], ImageSource]]:
@@ -147,7 +149,7 @@ def _sources_of_files(
     Args:
         images: the paths of the files.
         manifest: the manifest of the network's run.
-        config: the settings.
+        scratch, shrink: the settings ``predict.scratch`` and ``data.shrink``.
         nodata, level: see :func:`run_predict`.
 
     Raises:
@@ -161,7 +163,6 @@ def _sources_of_files(
             f"results are named after images, but several images are named {stem_of(twice)}, such "
             f"as {twice}: predict them into different --output folders"
         )
-    scratch, shrink = config.predict.scratch, config.data.shrink
     return {
         stem_of(path): partial(file_image, path, manifest, missing, shrink, scratch, level)
         for path in images

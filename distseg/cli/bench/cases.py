@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from distseg.cli.bench.layouts import AXES, fixed_ranks, grown_layout, layout_words, with_exchange
-from distseg.config.settings import Config
+from distseg.config.settings import MeshConfig, PipelineConfig, SpatialConfig
 from distseg.config.sizes import Size
 from distseg.config.units import many
 from distseg.planning.mesh_search import MeshLayout
@@ -30,18 +31,21 @@ class Case:
     layout: MeshLayout
     image: Size
 
-    def settings(self, config: Config) -> Config:
-        """Return the settings of the step.
+    def changes(
+        self, mesh: MeshConfig, pipeline: PipelineConfig, spatial: SpatialConfig
+    ) -> dict[str, Any]:
+        """Return the settings of the step that describe its layout, by name.
 
         Args:
-            config: the settings from which the case takes everything but the layout.
+            mesh, pipeline, spatial: the user's settings. Their balance of stages is kept if the
+                case has as many stages, and so are several tiles of a rank.
         """
-        given = config.with_values(self.layout.values())
-        if config.pipeline.balance and self.layout.stages == config.mesh.stages:
-            given = given.with_values({"pipeline.balance": config.pipeline.balance})
-        if config.spatial.tiles_per_rank.volume > 1:
-            given = given.with_values({"spatial.tiles_per_rank": config.spatial.tiles_per_rank})
-        return given
+        found = dict(self.layout.values())
+        if pipeline.balance and self.layout.stages == mesh.stages:
+            found["pipeline.balance"] = pipeline.balance
+        if spatial.tiles_per_rank.volume > 1:
+            found["spatial.tiles_per_rank"] = spatial.tiles_per_rank
+        return found
 
 
 def strong_cases(

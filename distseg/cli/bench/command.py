@@ -14,28 +14,27 @@ from distseg.cli.bench.results import Result, file_name, write_result
 from distseg.cli.bench.rows import rows_of
 from distseg.comm.communicator import Communicator
 from distseg.comm.launch import raise_jointly, set_up
-from distseg.config.settings import Config
 from distseg.report.tables import folded_table
 
 
-def run_bench(asked: Asked, config: Config, world: Communicator) -> int:
+def run_bench(asked: Asked, world: Communicator) -> int:
     """Measure, write the result and its picture, and return the exit status.
 
     All ranks of ``world`` must call it together.
 
     Args:
-        asked: the kind of measurement and its flags.
-        config: the settings.
+        asked: the kind of measurement, its flags and the settings.
         world: the communicator of all ranks.
     """
     path = Path(asked.flags["output"]) / file_name(asked.kind, asked.axis, world.size)
     with raise_jointly(world):
         if world.rank == 0 and path.exists() and not asked.flags["overwrite"]:
             raise ValueError(f"{path} exists: give another --output, or replace it by --overwrite")
-    device, threads = set_up(world, config.run.device, config.run.threads)
+    run = asked.config.run
+    device, threads = set_up(world, run.device, run.threads)
     environment = describe_environment(world, device, threads.count)
     measure = measure_store if asked.kind == "io" else measure_steps
-    found = measure(asked, config, world, device)
+    found = measure(asked, world, device)
     with raise_jointly(world):
         if environment is not None:
             _finish(_result(asked, environment, found), path)

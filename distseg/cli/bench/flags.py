@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distseg.cli.bench.kinds import MEASURED
-from distseg.config.settings import Config
+from distseg.config.settings import SpatialConfig
 from distseg.config.sizes import Size
 from distseg.config.spelling import did_you_mean
 
@@ -133,11 +133,6 @@ def check_kind(kind: str, known: Sequence[str]) -> None:
         )
 
 
-def with_network(config: Config, network: str | None) -> Config:
-    """Return the settings with another network; None for that of the settings."""
-    return config if network is None else config.with_values({"model.name": network})
-
-
 def positive_numbers(flag: str, text: str) -> list[int]:
     """Return the numbers of a list such as ``1,2,4``.
 
@@ -178,46 +173,46 @@ def schedules(text: str) -> list[str]:
     return words
 
 
-def check_flags(kind: str, flags: Mapping[str, Any], config: Config) -> None:
+def check_flags(kind: str, flags: Mapping[str, Any], store: str | None) -> None:
     """Refuse values of flags that contradict each other or the settings.
 
     Args:
         kind: one of ``MEASURED``.
         flags: the values of the kind's flags by name.
-        config: the settings.
+        store: the setting ``data.store``.
 
     Raises:
         ValueError: the message names the flag, its value and how to fix it.
     """
-    checks: dict[str, Callable[[Mapping[str, Any], Config], None]] = {
+    checks: dict[str, Callable[[Mapping[str, Any], str | None], None]] = {
         "pipeline": _check_pipeline,
         "halo": _check_halo,
         "io": _check_reading,
         "weak": _check_weak,
     }
     if kind in checks:
-        checks[kind](flags, config)
+        checks[kind](flags, store)
 
 
-def _check_pipeline(flags: Mapping[str, Any], config: Config) -> None:
+def _check_pipeline(flags: Mapping[str, Any], store: str | None) -> None:
     positive_numbers("--micro-batches", flags["micro_batches"])
     schedules(flags["schedules"])
 
 
-def _check_halo(flags: Mapping[str, Any], config: Config) -> None:
+def _check_halo(flags: Mapping[str, Any], store: str | None) -> None:
     for word in distinct_words("--every", flags["every"]):
-        config.with_values({"spatial.exchange_every": word})
+        SpatialConfig(exchange_every=word)
 
 
-def _check_reading(flags: Mapping[str, Any], config: Config) -> None:
-    if config.data.store is None:
+def _check_reading(flags: Mapping[str, Any], store: str | None) -> None:
+    if store is None:
         raise ValueError(
             "bench io reads the crops of a store, but there is none: give --data.store PATH"
         )
 
 
-def _check_weak(flags: Mapping[str, Any], config: Config) -> None:
-    if flags["axis"] == "tiles" and flags["image"] is None and config.data.store is not None:
+def _check_weak(flags: Mapping[str, Any], store: str | None) -> None:
+    if flags["axis"] == "tiles" and flags["image"] is None and store is not None:
         raise ValueError(
             "weak scaling along tiles enlarges the image, but the images of a store have their "
             "sizes: give --image 512x512 for random images, or --axis samples"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from distseg.cli.bench.flags import positive_numbers
 from distseg.cli.submit.studies import grown
 from distseg.comm.mesh import MeshShape
-from distseg.config.settings import Config
+from distseg.config.settings import MeshConfig, PipelineConfig
 from distseg.config.units import many
 from distseg.planning.mesh_search import MeshLayout
 from distseg.training.stages import schedule_of
@@ -18,22 +18,25 @@ from distseg.training.stages import schedule_of
 AXES = ("tiles", "samples", "stages")
 
 
-def base_layout(config: Config, linear: bool) -> MeshLayout:
-    """Return the layout that a config describes.
+def base_layout(
+    mesh: MeshConfig, pipeline: PipelineConfig, exchange: str, micro_batches: int, linear: bool
+) -> MeshLayout:
+    """Return the layout that the settings of a training describe.
 
     Args:
-        config: the settings.
+        mesh, pipeline: the settings of these sections.
+        exchange: the setting ``spatial.exchange_every``.
+        micro_batches: number of micro-batches of a sample group in a step.
         linear: True if the labels alone determine the loss gradient.
     """
-    mesh = config.mesh
     return MeshLayout(
         mesh.samples,
         mesh.tiles,
         mesh.stages,
-        config.spatial.exchange_every if mesh.tiles.volume > 1 else "all",
-        config.train.accumulate,
-        schedule_of(config.pipeline, max(2, mesh.stages), linear),  # one stage may become several
-        config.pipeline.recompute,
+        exchange if mesh.tiles.volume > 1 else "all",
+        micro_batches,
+        schedule_of(pipeline, max(2, mesh.stages), linear),  # one stage may become several
+        pipeline.recompute,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,11 +37,13 @@ class Asked:
     Attributes:
         kind: one of ``MEASURED``.
         flags: the command's own flags by name (:mod:`distseg.cli.bench.flags`).
+        config: the settings.
         words: the words of the command after ``distseg``.
     """
 
     kind: str
     flags: Mapping[str, Any]
+    config: Config
     words: Sequence[str]
 
     @property
@@ -80,24 +82,26 @@ class Measured:
     measurements: Sequence[Measurement]
 
 
-def measure_steps(
-    asked: Asked, config: Config, world: Communicator, device: torch.device
-) -> Measured:
+def measure_steps(asked: Asked, world: Communicator, device: torch.device) -> Measured:
     """Measure training steps. All ranks of ``world`` must call it together.
 
     Args:
-        asked: the kind of measurement and its flags.
-        config: the settings.
+        asked: the kind of measurement, its flags and the settings.
         world: the communicator of all ranks.
         device: the device of this rank.
     """
     image, repeats, warmup = (asked.flags[name] for name in ("image", "repeats", "warmup"))
     with raise_jointly(world):
-        prepared = prepare(config, image)
-        model = as_network(prepared.model)
-        chosen = cases_of(asked, prepared.config, model, Size(prepared.size), world.size)
-        config = with_reducer(prepared.config, chosen, world.size, world.transport)
-    machine = _machine(asked, config, model, prepared.size, world)
+        prepared = prepare(asked.config, image)
+        config, model = prepared.config, as_network(prepared.model)
+        asked = replace(asked, config=config)
+        chosen = _cases_of(asked, model, Size(prepared.size), world.size)
+        fewest = min(case.layout.ranks for case in chosen)
+        reducer = reducer_for(config.mesh.reducer, fewest, world.size, world.transport)
+        config = config.with_values({"mesh.reducer": reducer})
+    machine = None
+    if not left_out(config.streaming, config.pipeline, config.spatial) and is_flat(model):
+        machine = _machine(asked, PlannedTraining(config, model, prepared.size), world)
     steps = Steps(config, image is not None, repeats, warmup, device)
     found = measure_cases(steps, chosen, world, asked.say(world))
     with raise_jointly(world):
@@ -111,27 +115,24 @@ def measure_steps(
     return Measured(config, network, precision, data, machine, found)
 
 
-def measure_store(
-    asked: Asked, config: Config, world: Communicator, device: torch.device
-) -> Measured:
+def measure_store(asked: Asked, world: Communicator, device: torch.device) -> Measured:
     """Measure the reading of a store; the arguments are those of :func:`measure_steps`."""
     with raise_jointly(world):
-        prepared = prepare(config, None)
+        config = prepare(asked.config, None).config
         counts = layouts.rank_counts(asked.flags["ranks"], world.size, 1)
-        crops = crops_of(prepared.config, asked.flags["crops"])
-    config, repeats = prepared.config, asked.flags["repeats"]
-    found = measure_reading(config, crops, counts, repeats, world, asked.say(world))
+        crops = crops_of(config.data, config.train.seed, asked.flags["crops"])
+    repeats = asked.flags["repeats"]
+    found = measure_reading(config.data, crops, counts, repeats, world, asked.say(world))
     precision, _ = choose(config.train, device, world)
     network = {"name": config.model.name, "parameters": 0}
     return Measured(config, network, precision, str(config.data.store), None, found)
 
 
-def cases_of(asked: Asked, config: Config, model: nn.Module, image: Size, ranks: int) -> list[Case]:
+def _cases_of(asked: Asked, model: nn.Module, image: Size, ranks: int) -> list[Case]:
     """Return the cases of a kind of measurement.
 
     Args:
-        asked: the kind and its flags.
-        config: the settings.
+        asked: the kind, its flags and the settings, with those that follow from the images.
         model: the plain network.
         image: the size of an image.
         ranks: the number of ranks of the job.
@@ -139,8 +140,10 @@ def cases_of(asked: Asked, config: Config, model: nn.Module, image: Size, ranks:
     Raises:
         ValueError: the ranks do not fit the mesh.
     """
-    flags, exchange = asked.flags, config.spatial.exchange_every
-    base = layouts.base_layout(config, is_linear(config.loss.name))
+    flags, config = asked.flags, asked.config
+    exchange, micro_batches = config.spatial.exchange_every, config.train.accumulate
+    linear = is_linear(config.loss.name)
+    base = layouts.base_layout(config.mesh, config.pipeline, exchange, micro_batches, linear)
     if asked.kind in ("strong", "weak"):
         rest = layouts.fixed_ranks(base, asked.axis)
         counts = layouts.rank_counts(flags["ranks"], ranks, rest)
@@ -155,45 +158,43 @@ def cases_of(asked: Asked, config: Config, model: nn.Module, image: Size, ranks:
     return cases.memory_cases(base, ranks, axes, exchange, image)
 
 
-def with_reducer(config: Config, chosen: Sequence[Case], ranks: int, transport: str) -> Config:
-    """Return the settings with a reducer that can sum over some ranks of a job.
+def reducer_for(reducer: str, fewest: int, ranks: int, transport: str) -> str:
+    """Return the reducer that sums the gradients of all cases of a measurement.
 
     Horovod connects all ranks of a job. If a case has fewer ranks, all cases sum gradients by MPI,
     so that they can be compared.
 
     Args:
-        config: the settings.
-        chosen: the cases.
+        reducer: the setting ``mesh.reducer``.
+        fewest: the smallest number of ranks of a case.
         ranks: the number of ranks of the job.
         transport: what carries the messages of the job.
 
     Raises:
-        ValueError: the settings ask for Horovod.
+        ValueError: ``reducer`` is Horovod, but a case has fewer ranks than the job.
     """
-    if transport != "mpi" or all(case.layout.ranks == ranks for case in chosen):
-        return config
-    if config.mesh.reducer == "horovod":
+    if transport != "mpi" or fewest == ranks:
+        return reducer
+    if reducer == "horovod":
         raise ValueError(
             "mesh.reducer is horovod, which connects all ranks of a job, but some cases have fewer "
             f"ranks than the {ranks} of this job: set mesh.reducer to mpi, or start a job for each "
             "number of ranks (--ranks job)"
         )
-    return config.with_values({"mesh.reducer": "mpi"})
+    return "mpi"
 
 
-def _machine(
-    asked: Asked, config: Config, model: nn.Module, image: Size, world: Communicator
-) -> Machine | None:
+def _machine(asked: Asked, training: PlannedTraining, world: Communicator) -> Machine | None:
     """Return the machine for which the planner predicts the cases; None without predictions.
 
     All ranks of ``world`` must call it together.
     """
     name = asked.flags["machine"]
-    if name == "none" or left_out(config) or not is_flat(model):
+    if name == "none":
         return None
     if name != HERE:
         with raise_jointly(world):
             return load_machine(name)
     say = asked.say(world)
     say("timing the network, for the predictions (--machine none leaves them out)")
-    return PlannedTraining(config, model, image).measure(world)
+    return training.measure(world)

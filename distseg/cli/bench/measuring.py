@@ -89,7 +89,9 @@ class Steps:
     def _step(self, case: Case, comm: Communicator) -> RunningStep:
         """Return the step of a case, ready to run on this rank."""
         with raise_jointly(comm):
-            prepared = prepare(case.settings(self.config), case.image if self.random else None)
+            config = self.config
+            changes = case.changes(config.mesh, config.pipeline, config.spatial)
+            prepared = prepare(config.with_values(changes), case.image if self.random else None)
             model, images = as_network(prepared.model), prepared.images()
             check_size(model, images.size)
         layout, counted = case.layout, CountedComm(comm)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from distseg.cli.bench.cases import Case
 from distseg.cli.bench.results import Measurement
 from distseg.cli.plan_layouts import PlannedTraining
-from distseg.config.settings import Config
+from distseg.config.settings import Config, PipelineConfig, SpatialConfig, StreamingConfig
 from distseg.models.capture.capture import as_network
 from distseg.models.network import is_flat
 from distseg.planning.machine import Machine
@@ -31,12 +31,16 @@ class StepPrediction:
 
     def beside(self, case: Case, measured: Measurement) -> Measurement:
         """Return the measurement of a case with its prediction, or with the reason for none."""
-        if reason := left_out(self.config):
+        config = self.config
+        if reason := left_out(config.streaming, config.pipeline, config.spatial):
             return replace(measured, note=reason)
-        prepared = prepare(case.settings(self.config), case.image if self.random else None)
+        prepared = prepare(
+            config.with_values(case.changes(config.mesh, config.pipeline, config.spatial)),
+            case.image if self.random else None,
+        )
         training = PlannedTraining(prepared.config, as_network(prepared.model), prepared.size)
         if self.machine is None or not is_flat(training.model):
-            network = self.config.model.name
+            network = config.model.name
             return replace(measured, note=f"distseg cannot follow the layers of {network}")
         try:
             found = Planner(training.work(self.machine), self.machine).predict(case.layout)
@@ -46,12 +50,12 @@ class StepPrediction:
         return replace(measured, predicted=predicted)
 
 
-def left_out(config: Config) -> str:
-    """Return why the planner cannot predict the steps of a config; an empty text if it can."""
-    if config.streaming.active:
+def left_out(streaming: StreamingConfig, pipeline: PipelineConfig, spatial: SpatialConfig) -> str:
+    """Return why the planner cannot predict steps with these settings; an empty text if it can."""
+    if streaming.active:
         return "the planner does not predict streamed tiles"
-    if config.pipeline.placement != "linear":
-        return f"the planner does not predict pipeline.placement {config.pipeline.placement}"
-    if config.spatial.tiles_per_rank.volume > 1:
+    if pipeline.placement != "linear":
+        return f"the planner does not predict pipeline.placement {pipeline.placement}"
+    if spatial.tiles_per_rank.volume > 1:
         return "the planner does not predict several tiles of a rank"
     return ""

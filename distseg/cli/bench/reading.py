@@ -11,7 +11,7 @@ from distseg.cli.bench.measuring import on_first_ranks, spread_text
 from distseg.cli.bench.results import Measurement
 from distseg.comm.launch import first_on_node, raise_jointly
 from distseg.comm.progress import heartbeat, phase
-from distseg.config.settings import Config
+from distseg.config.settings import DataConfig
 from distseg.config.sizes import Size
 from distseg.config.units import many
 from distseg.data.loader import pieces
@@ -20,29 +20,30 @@ from distseg.data.store.store import Store
 from distseg.tiling.tile import ReceptiveField
 
 
-def crops_of(config: Config, count: int) -> list[Sample]:
+def crops_of(data: DataConfig, seed: int, count: int) -> list[Sample]:
     """Return the first crops that a training with these settings reads, epoch after epoch.
 
     Args:
-        config: the settings.
+        data: the settings of the data.
+        seed: the setting ``train.seed``.
         count: the number of crops.
     """
-    store = Store(config.data.store, shrink=config.data.shrink)
+    store = Store(data.store, shrink=data.shrink)
     found: list[Sample] = []
     epoch = 0
     while len(found) < count:
-        steps = epoch_samples(store, "train", config.data, config.train.seed, epoch, 1)
+        steps = epoch_samples(store, "train", data, seed, epoch, 1)
         found += [sample for step in steps for sample in step]
         epoch += 1
     return found[:count]
 
 
-def read_crops(config: Config, crops: Sequence[Sample]) -> int:
+def read_crops(data: DataConfig, crops: Sequence[Sample]) -> int:
     """Read crops with their labels as training does; return the bytes of the tensors.
 
     The store is opened anew, so that no chunk is in its own cache.
     """
-    store, size = Store(config.data.store, shrink=config.data.shrink), 0
+    store, size = Store(data.store, shrink=data.shrink), 0
     for crop in crops:
         dims = len(crop.size)
         one, reach = Size((1,) * dims), ReceptiveField((0,) * dims, (1,) * dims)
@@ -63,7 +64,7 @@ def forget_file(path: str) -> None:
 
 
 def measure_reading(
-    config: Config,
+    data: DataConfig,
     crops: Sequence[Sample],
     counts: Sequence[int],
     repeats: int,
@@ -76,7 +77,7 @@ def measure_reading(
     the store from its page cache, and from memory, right after the same crops were read.
 
     Args:
-        config: the settings.
+        data: the settings of the data.
         crops: the crops that the ranks read together.
         counts: the numbers of ranks.
         repeats: the number of repeats of a case.
@@ -87,7 +88,7 @@ def measure_reading(
     for ranks in counts:
         for cold in (True, False):
             one = on_first_ranks(
-                world, ranks, lambda comm, cold=cold: _measured(config, crops, repeats, cold, comm)
+                world, ranks, lambda comm, cold=cold: _measured(data, crops, repeats, cold, comm)
             )
             found.append(one)
             say(f"{one.name}: {spread_text(one)}")
@@ -95,7 +96,7 @@ def measure_reading(
 
 
 def _measured(
-    config: Config, crops: Sequence[Sample], repeats: int, cold: bool, comm
+    data: DataConfig, crops: Sequence[Sample], repeats: int, cold: bool, comm
 ) -> Measurement:
     """Return the measurement of one case. All ranks of ``comm`` must call it together."""
     name = f"{many(comm.size, 'rank')}, from {'the disk' if cold else 'memory'}"
@@ -103,11 +104,11 @@ def _measured(
     mine, first, seconds, size = crops[comm.rank :: comm.size], first_on_node(comm), [], 0
     for repeat in range(repeats + (not cold)):  # the first reading from memory fills it
         if cold and first:
-            forget_file(config.data.store)
+            forget_file(data.store)
         comm.Barrier()
         start = time.perf_counter()
         with raise_jointly(comm):
-            size = read_crops(config, mine)
+            size = read_crops(data, mine)
         took = max(comm.allgather(time.perf_counter() - start))
         if cold or repeat:
             seconds.append(took)

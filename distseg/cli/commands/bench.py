@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from distseg.cli.bench.flags import add_flags, check_flags, check_kind, with_network
+from distseg.cli.bench.flags import add_flags, check_flags, check_kind
 from distseg.cli.bench.kinds import MEASURED, SHOWN
 from distseg.cli.completion import completing
 from distseg.cli.flag_checks import check_count, check_file, check_folder, check_given
@@ -108,13 +108,15 @@ def _measure(kind: str, words: list[str]) -> int:
             if name in flags:
                 check_count(f"--{name}", flags[name], least)
         check_folder(flags["output"], "--output")
-        config = with_network(config_from(parsed), flags["network"])
+        config = config_from(parsed)
+        if flags["network"] is not None:
+            config = config.with_values({"model.name": flags["network"]})
         check_given(config.mesh, "distseg bench")
-        check_flags(kind, flags, config)
+        check_flags(kind, flags, config.data.store)
         return config, flags
 
     with job(settle) as (config, flags, comm):
         from distseg.cli.bench.command import run_bench
         from distseg.cli.bench.measurements import Asked
 
-        return run_bench(Asked(kind, flags, ["bench", kind, *words]), config, comm)
+        return run_bench(Asked(kind, flags, config, ["bench", kind, *words]), comm)

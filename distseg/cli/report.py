@@ -19,7 +19,7 @@ from distseg.cli.planned_memory import planned_memory
 from distseg.comm.alone import Alone
 from distseg.comm.launch import set_up
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config
+from distseg.config.settings import Config, DataBase
 from distseg.config.units import duration, si
 from distseg.inference.image_scores import flat
 from distseg.inference.predictor import Predictor
@@ -63,7 +63,9 @@ def run_report(
         device, _ = set_up(Alone(), config.run.device, config.run.threads)
         return load_predictor(checkpoint, config, Alone(), device)[0]
 
-    source = _Reported(run, config, predictor, Path(predictions), count)
+    # PatchGD has no prediction of its memory.
+    planned = partial(planned_memory, config) if isinstance(config, Config) else None
+    source = _Reported(run, config.data, predictor, planned, Path(predictions), count)
     path = Path(output) if output else source.folder / "report.html"
     text = run_page(source.page(type(config)().as_plain()))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,9 +80,12 @@ class _Reported:
 
     Args:
         run: the folder of a run or of a checkpoint.
-        config: the settings of the run that prediction takes over. Their ``data.store`` has the
-            images if the store of the evaluation is gone.
+        data: the settings of the data. Their ``store`` has the images if the store of the
+            evaluation is gone.
         predictor: a function that loads the network of a checkpoint.
+        planned: a function that returns the planned memory of each rank
+            (:func:`distseg.cli.planned_memory.planned_memory` without its first argument); None
+            without a prediction.
         predictions: the folder of predicted files.
         count: number of the worst, and of the best images, that are drawn.
     """
@@ -88,13 +93,14 @@ class _Reported:
     def __init__(
         self,
         run: str,
-        config: Config | PatchConfig,
+        data: DataBase,
         predictor: Callable[[str], Predictor],
+        planned: Callable[[Mapping, Mapping], list[float] | None] | None,
         predictions: Path,
         count: int,
     ) -> None:
-        self.folder, self.config, self.predictor = Path(folder_of(run)), config, predictor
-        self.predictions, self.count = predictions, count
+        self.folder, self.data, self.predictor = Path(folder_of(run)), data, predictor
+        self.planned, self.predictions, self.count = planned, predictions, count
         self.best = read_run_manifest(find(run))
 
     def page(self, default: Mapping) -> RunPage:
@@ -118,7 +124,7 @@ class _Reported:
             figures=_figures(best, last, log),
             charts=_charts(log),
             evaluations=evaluations,
-            facts=[*_facts(best, last, log), *_memory(self.config, best, log)],
+            facts=[*_facts(best, last, log), *_memory(self.planned, best, log)],
             settings=settings_beside(best["config"], default),
             notes=notes,
         )
@@ -180,9 +186,9 @@ class _Reported:
             of_maps: True if the network predicts class maps, False if it predicts one label or
                 number for each image.
         """
-        there = record["store"] if Path(record["store"]).exists() else self.config.data.store
+        there = record["store"] if Path(record["store"]).exists() else self.data.store
         try:
-            store = store_for(replace(self.config.data, store=there), self.best)
+            store = store_for(replace(self.data, store=there), self.best)
             store.check_files()
             for row in record["images"]:
                 store.size(row["image"])
@@ -261,12 +267,14 @@ def _facts(best: Mapping, last: Mapping, log: Sequence[Mapping]) -> list[tuple[s
 
 
 def _memory(
-    config: Config | PatchConfig, best: Mapping, log: Sequence[Mapping]
+    planned_for: Callable[[Mapping, Mapping], list[float] | None] | None,
+    best: Mapping,
+    log: Sequence[Mapping],
 ) -> list[tuple[str, str]]:
     """Return (label, value) for each row about the memory of ranks, planned and measured.
 
     Args:
-        config: the settings of the run that prediction takes over.
+        planned_for: see :class:`_Reported`.
         best: the manifest of the best checkpoint.
         log: the lines of the run's log.
     """
@@ -276,9 +284,9 @@ def _memory(
     starts = [line for line in log if line["kind"] == "start"]
     measured = _peak_memory(log, "peak_memory_of_steps")
     planned = None
-    if isinstance(config, Config) and starts and measured:
+    if planned_for is not None and starts and measured:
         with suppress(ValueError):  # settings of an earlier version
-            planned = planned_memory(config, best, starts[-1])
+            planned = planned_for(best, starts[-1])
     if planned is not None and len(planned) == len(measured):
         rows = [f"{si(a, 'B')}, {si(b, 'B')} ({b / a:.0%})" for a, b in zip(planned, measured)]
         found.append(("memory of each rank in steps: planned, measured", "; ".join(rows)))

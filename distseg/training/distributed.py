@@ -48,6 +48,23 @@ class Shard(NamedTuple):
     given: object
 
 
+class _Unsummed(NamedTuple):
+    """Gradient of a parameter after a backward pass in a ``no_sync`` block.
+
+    Attributes:
+        part: this rank's part, which is not summed over the replicas yet.
+        earlier: the whole gradient of passes before the block, equal on all replicas; None if
+            there was none.
+        gradient: ``part`` + ``earlier``, the parameter's ``grad``.
+        version: the version of ``gradient``, which shows if the user changed it since.
+    """
+
+    part: Tensor
+    earlier: Tensor | None
+    gradient: Tensor
+    version: int
+
+
 class DistributedModel(nn.Module):
     """A module whose images, layers and batches are spread over the ranks of a mesh.
 
@@ -102,9 +119,7 @@ class DistributedModel(nn.Module):
         self._used: tuple | None = None  # the criterion and the number of images of this step
         self._in_engine: tuple | None = None  # the criterion and number that the engine has
         self._syncs = True
-        # By parameter: the part of its gradient that is not summed over the replicas yet, the
-        # gradient itself, and the gradient's version, which shows if the user changed it.
-        self._local: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._local: dict[int, _Unsummed] = {}  # by parameter
         self._in_backward = False
         self._eager: tuple | None = None  # placement, rows and images of the last forward pass
         self._predictor: Predictor | None = None
@@ -633,24 +648,24 @@ class DistributedModel(nn.Module):
         gradients, self._carried, self._factor = self.engine.gradients, {}, factor
         late = self._taken_local()
         for number, p in enumerate(self.engine.parameters):
-            if p.grad is not None:
-                carried = p.grad.clone()
-                self._carried[number] = carried - late[number] if number in late else carried
-        self._late = {self.engine.parameters[number]: part for number, part in late.items()}
+            if number in late:
+                # Not grad - part: its rounding would differ between replicas.
+                if (earlier := late[number].earlier) is not None:
+                    self._carried[number] = earlier
+            elif p.grad is not None:
+                self._carried[number] = p.grad.clone()
+        self._late = {self.engine.parameters[number]: one.part for number, one in late.items()}
         self._probes = self._used not in self._unused
         gradients.detach() if self._probes else gradients.zero()
         self.engine.sums.begin(self._complete, early=self._syncs and not self._probes)
 
-    def _taken_local(self) -> dict[int, Tensor]:
+    def _taken_local(self) -> dict[int, _Unsummed]:
         """Return and forget this rank's gradient parts that :meth:`no_sync` left unsummed.
 
-        The result is a dict from the number of a parameter to its part. It lacks parameters whose
-        ``grad`` the user has changed since, for example set to None.
+        The keys are indices of parameters. Parameters whose ``grad`` the user has changed since,
+        for example set to None, are left out.
         """
-        late = {}
-        for number, (part, _, _) in self._local.items():
-            if self._is_unchanged(number):
-                late[number] = part
+        late = {number: one for number, one in self._local.items() if self._is_unchanged(number)}
         self._local = {}
         return late
 
@@ -676,9 +691,8 @@ class DistributedModel(nn.Module):
         Args:
             number: the index of a parameter whose gradient is not summed over the replicas yet.
         """
-        _, gradient, version = self._local[number]
-        now = self.engine.parameters[number].grad
-        return now is gradient and now._version == version
+        before, now = self._local[number], self.engine.parameters[number].grad
+        return now is before.gradient and now._version == before.version
 
     def _complete(self, gradients: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Multiply gradients by their factor, and add the parts from :meth:`no_sync` blocks.
@@ -736,8 +750,9 @@ class DistributedModel(nn.Module):
                 parameters[number].grad = None
                 parts.pop(number, None)
         self._local = {
-            number: (part, parameters[number].grad, parameters[number].grad._version)
+            number: _Unsummed(part, self._carried.get(number), gradient, gradient._version)
             for number, part in parts.items()
+            if (gradient := parameters[number].grad) is not None
         }
         self._carried, self._late = {}, {}
 

@@ -953,6 +953,29 @@ def test_several_inputs_and_outputs(comm):
         model.backward((x[:, :3], x[:, 3:]), y, {"out": nll})
 
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x):
+        return self.a(x), self.b(x)
+
+
+@pytest.mark.parallel(1)
+def test_outputs_by_number(comm):
+    torch.manual_seed(0)
+    module, mesh = Pair().double(), distseg.init_mesh(comm=comm)
+    with pytest.raises(ValueError, match="returns a tuple of 2 .* the argument outputs"):
+        distseg.distribute(copy.deepcopy(module), mesh)
+    model = distseg.distribute(copy.deepcopy(module), mesh, outputs=[0, 1])
+    x, y = images(0, 1)
+    loss = model.backward(x, y, {0: "cross_entropy", 1: 0.4 * distseg.PixelLoss(CE)})
+    a, b = module(x)
+    wanted = F.cross_entropy(a, y) + 0.4 * F.cross_entropy(b, y)
+    assert float(loss) == pytest.approx(wanted.item(), rel=1e-12)
+
+
 @pytest.mark.parallel([1, 2])
 def test_regression_of_maps_and_of_whole_images(comm):
     """Floating-point targets of several channels with gaps, and one number or class an image."""

@@ -284,6 +284,7 @@ EXAMPLES = (
         ),
         "`mesh.layout: auto`, `pipeline.balance: [3, 4]`",
     ),
+    Example("DS235", {"model.pad": 8}, repair={"model.pad": None}),
     Example("DS301", reading("c.yaml", b"# nothing\n"), "a file with comments only"),
     Example("DS302", "model: {depth: 1"),
     Example("DS303", reading("c.yaml", b"model: \x01"), "a file with a control character"),

@@ -190,13 +190,14 @@ class ModelBase:
                 "model.args are arguments of your own function, package.module:function, "
                 f"but model.name is {self.name}: use the fields of model, such as model.depth",
             )
-        if self.pad is not None and (":" not in self.name or not 2 <= self.pad <= 256):
+        if self.pad is not None and ":" not in self.name:
             raise SettingError(
-                "DS110",
-                f"model.pad is {self.pad}, but it must be from 2 to 256, and it is for your own "
-                f"network only: leave it out for a network of distseg, which takes images of any "
-                f"size",
+                "DS235",
+                f"model.pad is {self.pad}, but it is for your own network only, and model.name is "
+                f"{self.name}: leave it out, because networks of distseg take images of any size",
             )
+        if self.pad is not None and not 2 <= self.pad <= 256:
+            raise SettingError("DS110", f"model.pad must be from 2 to 256, got {self.pad}")
         for setting in ("inputs", "outputs"):
             if getattr(self, setting) is not None and (
                 ":" not in self.name or not getattr(self, setting)

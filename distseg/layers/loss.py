@@ -371,7 +371,7 @@ def _check_taken(config: LossConfig) -> None:
             terms that use it.
     """
     names, default = [name for _, name in parse(config.name)], LossConfig()
-    for field in ("class_weights", "label_smoothing", "dice_over", "smooth", "gamma"):
+    for field in sorted({field for term in _TERMS.values() for field in term.takes}):
         value = getattr(config, field)
         if value != getattr(default, field) and not any(
             field in _TERMS[name].takes for name in names

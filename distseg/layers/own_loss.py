@@ -299,8 +299,9 @@ def criterion_of(
 
     Args:
         given: a :class:`Criterion`, the name of a loss such as ``cross_entropy + 0.5*dice``, or a
-            :class:`distseg.config.settings.LossConfig`. Or a mapping from the name of each output
-            to one of these. Without a mapping, each output gets the same criterion.
+            :class:`distseg.config.settings.LossConfig`. Or a mapping from the name or the
+            number of each output to one of these. Without a mapping, each output gets the same
+            criterion.
         channels: number of channels of one output.
         outputs: names of the network's outputs, if it has several.
         ignore_index: label of invalid pixels, for a loss that is given by its name.
@@ -309,9 +310,10 @@ def criterion_of(
         ValueError: ``given`` is none of these, or its outputs are not those of the network.
     """
     if isinstance(given, Mapping):
+        given = {str(name): one for name, one in given.items()}  # 0 and "0" name the first output
         if set(given) != set(outputs or ()):
             raise ValueError(
-                f"the criterion has the keys {', '.join(map(str, given))}, but the argument "
+                f"the criterion has the keys {', '.join(given)}, but the argument "
                 f"outputs of distseg.distribute is {', '.join(outputs or ()) or 'None'}: give one "
                 "criterion for each name in outputs, or a single criterion instead of a dict"
             )

@@ -2,5 +2,5 @@
 
 ``run`` takes the words after the command's name and returns the exit status. Heavy modules are
 imported only where the work begins, so that wrong flags are refused at once. What a command does
-stands in the file of its name in the folder above.
+is in the file or folder of its name in ``cli``, or in the room that ``run`` imports from.
 """

@@ -106,7 +106,8 @@ def _add_flags(parser) -> None:
         "--dry-run",
         dest="dry_run",
         action="store_true",
-        help="Check everything, print what was found, and write nothing.",
+        help="Check names, pairs, sizes and types, print what was found, and write nothing. All "
+        "pixels are checked only without this flag.",
     )
     parser.add_argument(
         "--recursive",

@@ -318,9 +318,9 @@ def joins_images(model: nn.Module, size: Sequence[int], training: bool) -> bool:
     if is_followed(model) or any(p.is_meta for p in model.parameters()):
         return False
     for at in dict.fromkeys([*((side,) * len(size) for side in _TRIED), tuple(size)]):
-        # The module may not accept images of this size.
+        # The module may not accept images of this size, or may not return one tensor.
         with (
-            suppress(ValueError, RuntimeError, TypeError, IndexError),
+            suppress(ValueError, RuntimeError, TypeError, IndexError, AttributeError),
             generators_kept(),
             torch.no_grad(),
         ):

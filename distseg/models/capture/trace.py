@@ -213,8 +213,9 @@ def returned(result: Any, line: str | None = None) -> str:
     where = f" ({line})" if line else ""
     return (
         f"the network returns {kind}{where}, but it must return one tensor: name in model.outputs "
-        f"the outputs to train and the weights of their losses{example}, or write a module around "
-        f"the network whose forward returns one tensor"
+        "(in Python: the argument outputs of distribute) the outputs to train and the weights of "
+        f"their losses{example}, or write a module around the network whose forward returns one "
+        "tensor"
     )
 
 

@@ -401,8 +401,12 @@ def _files(
 def _other(checkpoint: Path) -> str:
     """Return the end of an error message: the run's other checkpoints, to use instead."""
     others = [name for name in names_of(checkpoint.parent.parent) if name != checkpoint.name]
-    there = f" ({', '.join(others[-3:])}; --train.resume NAME)" if others else ""
-    return f": use another checkpoint of the run{there}"
+    if not others:
+        return ": use another checkpoint of the run"
+    return (
+        f": use another checkpoint of the run ({', '.join(others[-3:])}; to train, by "
+        f"--train.resume NAME, else by its folder, {checkpoint.parent / others[-1]})"
+    )
 
 
 def check_run(run: str | Path, note: Callable[[str], None] = lambda text: None) -> list[str]:

@@ -10,8 +10,10 @@ import h5py
 import numpy as np
 import pytest
 import tifffile
+import torch
 from PIL import Image
 
+from distseg.comm.launch import peak_memory, reset_peak_memory, resident_memory
 from distseg.config.settings import PredictBase
 from distseg.data import class_files, class_map
 from distseg.data.class_files import FORMS, Classes, are_there, paths_of
@@ -62,6 +64,21 @@ def test_packed_when_all_is_there(tmp_path, found):
             np.array_equal(f["classes"][:], found) and list(f.attrs["class_names"]) == CLASSES.names
         )
     assert [p.name for p in tmp_path.iterdir()] == ["scene.1.h5"]
+
+
+def test_memory_does_not_grow_with_the_map(tmp_path):
+    size, cpu = (4096, 8192), torch.device("cpu")  # 34 MB
+    cut = tiles(size, (8, 8), (1, 1))
+    identity = identity_of({}, size, cut, 0)
+    reset_peak_memory(cpu)
+    before = resident_memory()
+    for number in range(len(cut)):
+        if number in (0, len(cut) - 1):  # the last tile is written after the others are taken up
+            partial = PartialMap(tmp_path / "partial", identity, size, cut)
+        partial.write(number, np.full(cut[number].size, 1, np.uint8))
+        if number >= len(cut) - 2:
+            partial.close()
+    assert partial.taken_up and peak_memory(cpu) - before < 12e6
 
 
 def test_taken_up_where_it_was_flushed(tmp_path, found):

@@ -143,7 +143,6 @@ class PartialMap:
         """Flush all written pixels to the disk, and then record their tiles as finished."""
         for array in self._arrays.values():
             array.flush()
-        self._leave_memory()
         self._record[list(self._waiting)] = list(self._waiting.values())
         self._record.flush()
         self._waiting.clear()
@@ -207,11 +206,13 @@ class PartialMap:
     def _sum(self, number: int) -> int:
         """Return the checksum of the pixels of tile ``number``, which the file ``done`` records.
 
-        It is never 0, because a 0 in this file marks an unfinished tile.
+        It is never 0, because a 0 in this file marks an unfinished tile. The pages of the tile are
+        released from memory afterwards: they also hold pixels of the tiles beside it.
         """
         at, found = self.tiles[number].slices, zlib.crc32(str(number).encode())
         for array in self._arrays.values():
             found = zlib.crc32(np.ascontiguousarray(array[(..., *at)]), found)
+        self._leave_memory()
         return _DONE | found
 
     def _forget_damaged(self) -> None:
@@ -219,7 +220,6 @@ class PartialMap:
         for number in np.flatnonzero(self._record):
             if int(self._record[number]) != self._sum(int(number)):
                 self._record[number] = 0
-        self._leave_memory()
 
     def _leave_memory(self) -> None:
         """Release the pages of the mapped arrays from this process's memory."""

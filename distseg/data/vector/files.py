@@ -15,7 +15,7 @@ from distseg.data.vector.geojson import check_geojson, write_geojson
 from distseg.data.vector.geopackage import write_geopackage
 from distseg.data.vector.world import World, world_of
 
-_STRIP = 1 << 18  # pixels that are traced at a time
+_STRIP = 1 << 16  # pixels that are traced at a time
 _READ = 1 << 21  # pixels that are read at a time, if this suffices for the tiles of a file
 _MOST_READ = 1 << 25  # most pixels that are read at a time
 # The label of pixels that belong to no object. No mask can have this label.

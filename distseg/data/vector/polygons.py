@@ -16,7 +16,7 @@ from distseg.data.vector.components import NONE, NumberedStrip
 from distseg.data.vector.outlines import Outlines, StoredRings
 from distseg.data.vector.rings import Edges, Rings, horizontal, linked, vertical
 
-_FEWEST = 1 << 18  # number of edges to collect before a search for complete objects
+_FEWEST = 1 << 16  # number of edges to collect before a search for complete objects
 _MOST_STRIPS = 256  # strips after which complete objects are searched, however few edges they have
 
 

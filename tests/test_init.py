@@ -104,7 +104,14 @@ def test_settings_follow_the_data():
     large = first_config(replace(SMALL, sizes=((3000, 200),) * 2), CORES).config
     assert large.data.crop == Size((256, 200)) and large.model.depth == 4
     rare = replace(SMALL, sizes=((300, 300),) * 2, counts=(9900, 0, 100))
-    assert first_config(rare, CORES).config.data.focus_class == "lake"  # land has no pixel
+    found = first_config(rare, CORES).config
+    assert found.data.focus_class == "lake"  # land has no pixel
+    assert found.loss.class_weights is None  # crops near lakes balance the only two classes
+    three = first_config(replace(rare, counts=(9000, 900, 100)), CORES).config
+    assert three.data.focus_class == "lake"
+    mean = (9000 + 900 + 900) / 3  # a lake counts as common as land
+    expected = [math.sqrt(mean / 9000), math.sqrt(mean / 900), math.sqrt(mean / 900)]
+    assert three.loss.class_weights == pytest.approx(expected, abs=0.01)
     unnamed = replace(rare, classes=("ocean", "land", "null"))
     assert first_config(unnamed, CORES).config.data.focus_class is None
     volumes = first_config(replace(SMALL, sizes=((20, 90, 90),) * 4), CORES).config

@@ -175,8 +175,7 @@ def first_config(
     batch = _batch(_samples_of_epoch(data, crop), _MOST_IMAGES[key])
     ranks = _power_of_two(min(computer.useful_ranks, batch))
     room = _MEMORY_SHARE * computer.memory_of(ranks)
-    loss = _loss(data)
-    steps = _Steps([*model, *loss], data, computer, ranks)
+    steps = _Steps([*model, *_loss(data, crop)], data, computer, ranks)
     streaming: list[Choice] = []
     tried = _smaller(batch // ranks, crop, data, steps.stride)
     for images, crop in tried:
@@ -197,7 +196,7 @@ def first_config(
         *model,
         *_mesh(ranks, computer),
         *streaming,
-        *loss,
+        *_loss(data, crop),
         *_samples(data, images, crop, ranks, found),
         *_optim(),
         *_length(data, images * ranks, crop, found, minutes, computer),
@@ -306,37 +305,55 @@ def _mesh(ranks: int, computer: Computer) -> list[Choice]:
     return found
 
 
-def _loss(data: TrainingData) -> list[Choice]:
-    """Choose the loss by the kind of the labels and the shares of the classes."""
+def _loss(data: TrainingData, crop: Size | None) -> list[Choice]:
+    """Choose the loss by the kind of the labels and the shares of the classes in samples."""
     if data.numbers:
         return [Choice("loss.name", "mse", "labels are numbers")]
     if data.of_images:
         return [
             Choice("loss.name", "cross_entropy", "classes exclude each other"),
-            *_weights(data, "images"),
+            *_weights(data.counts, "images of the rarest"),
         ]
     rarest = min((share for share in data.shares if share), default=1.0)
     why = f"dice lets rare classes count; the rarest has {rarest:.1%} of the pixels"
     return [
         Choice("loss.name", "cross_entropy + dice", why),
         Choice("loss.dice_over", "batch", "one Dice loss a step: stable if a class is absent"),
-        *_weights(data, "pixels"),
+        *_weights(*_counts_in_samples(data, crop)),
     ]
 
 
-def _weights(data: TrainingData, what: str) -> list[Choice]:
+def _counts_in_samples(data: TrainingData, crop: Size | None) -> tuple[list[int], str]:
+    """Return the counts of pixels from which class weights follow, and words for the smallest.
+
+    A class near which crops are placed is more common in crops than in images. It counts as common
+    as the rarest other class, so that its rarity is not balanced twice.
+    """
+    counts, focus = list(data.counts), _focus_class(data, crop)
+    if focus is None:
+        return counts, "pixels of the rarest"
+    at = data.classes.index(focus)
+    counts[at] = min(count for place, count in enumerate(counts) if count and place != at)
+    return counts, f"pixels of the rarest but {focus}, which has data.focus_class"
+
+
+def _weights(counts: Sequence[int], what: str) -> list[Choice]:
     """Return the setting of class weights if the classes are uneven, else an empty list.
 
     A weight is the inverse square root of the class's count. So it lies between equal weights of
     all pixels and equal weights of all classes.
+
+    Args:
+        counts: number of pixels or images of each class.
+        what: words for the smallest count, for the comment, such as ``pixels of the rarest``.
     """
-    present = [count for count in data.counts if count]
+    present = [count for count in counts if count]
     if not present or max(present) <= _UNEVEN * min(present):
         return []
     mean = sum(present) / len(present)
-    weights = [round(math.sqrt(mean / n), 2) if n else 1.0 for n in data.counts]
+    weights = [round(math.sqrt(mean / n), 2) if n else 1.0 for n in counts]
     ratio = max(present) / min(present)
-    why = f"the commonest class has {ratio:.3g} times the {what} of the rarest"
+    why = f"the commonest class has {ratio:.3g} times the {what}"
     return [Choice("loss.class_weights", weights, why)]
 
 
@@ -352,10 +369,10 @@ def _samples(
     if crop is not None:
         why = f"random parts of images of up to {data.largest}"
         choices.append(Choice("data.crop", crop, why))
-        rare = _rare_class(data)
-        if rare is not None:
-            why = f"half of the crops have {rare}, {data.shares[data.classes.index(rare)]:.2%}"
-            choices.append(Choice("data.focus_class", rare, f"{why} of the pixels"))
+        focus = _focus_class(data, crop)
+        if focus is not None:
+            why = f"half of the crops have {focus}, {data.shares[data.classes.index(focus)]:.2%}"
+            choices.append(Choice("data.focus_class", focus, f"{why} of the pixels"))
     if data.of_images:
         why = "add flip, turn if a mirrored image keeps its label"
         choices.append(Choice("data.augment", [], why))
@@ -369,8 +386,13 @@ def _images(number: int) -> str:
     return "1 image" if number == 1 else f"{number} images"
 
 
-def _rare_class(data: TrainingData) -> str | None:
-    """Return the rarest class that training pixels have, if it is rare; else None."""
+def _focus_class(data: TrainingData, crop: Size | None) -> str | None:
+    """Return the rarest class that training pixels have, if it is rare and images are cropped.
+
+    Return None otherwise.
+    """
+    if crop is None:
+        return None
     share, name = min((s, n) for s, n in zip(data.shares, data.classes) if s)
     return name if share < _RARE and not _means_nothing(name) else None
 

@@ -58,8 +58,8 @@ with torch.no_grad():
 print(json.dumps({{{{"peak": {_PEAK}}}}}))
 """
 _DISTSEG = f"""
-import atexit, json, sys
-atexit.register(lambda: print(json.dumps({{"peak": {_PEAK}}}), flush=True))
+import atexit, json, sys, time
+atexit.register(lambda: print(json.dumps({{"peak": {_PEAK}, "cpu": time.process_time()}}), flush=True))
 from distseg.__main__ import main
 main()
 """
@@ -92,10 +92,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nargs="*",
         default=["water", "rock"],
         choices=CLASSES,
-        help="classes of the polygons: grass is one object across the image (default: %(default)s)",
+        help="classes of the polygons, none for a class map only: grass is one object across the image (default: %(default)s)",
     )
     parser.add_argument(
         "--kills", type=int, default=5, help="predictions that are stopped (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--network", type=json.loads, default=NETWORK, help="(JSON, default: %(default)s)"
+    )
+    parser.add_argument(
+        "--period",
+        type=int,
+        help=f"side of a drawn square, a multiple of {EDGE}, that larger images repeat; its tiles are in a file once (default: all pixels are drawn)",
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
@@ -103,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--job", type=json.loads, help="internal: what the plain loop does")
     options = parser.parse_args(arguments)
+    options.formats = "cog,gpkg" if options.trace else "cog"
     torch.set_num_threads(options.threads)
     if options.job:
         print(json.dumps(_plain(**options.job)))
@@ -116,14 +125,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += [bench.beside_plain(repeats_of(options))] if "plain" in options.parts else []
         rows += [bench.interrupted(random.Random(0))] if "stop" in options.parts else []
     notes = (
-        f"U-Net of depth {NETWORK['depth']}, {NETWORK['base_channels']} channels, batch norm; uint8 x 3 in deflated tiles of {EDGE}x{EDGE}; formats cog and gpkg, polygons of {' and '.join(options.trace)}; "
+        f"U-Net, {options.network}; uint8 x 3 in deflated tiles of {EDGE}x{EDGE}; formats {options.formats}, polygons of {' and '.join(options.trace) or 'no class'}; "
         f"--memory {options.memory}; {options.threads} thread(s)\n"
         f"beyond: peak of the whole command less {bench.torch / 1e6:.0f} MB of PyTorch alone; Mpx/s: of the whole command, start, COG and polygons included\n"
-        f"/ plain: seconds of the whole command, fp32, tiles of {options.tile}x{options.tile}, over those of a loop over the same windows that writes a plain GeoTIFF, neighbours in time; differ: pixels of the two class maps"
+        f"/ plain: seconds of the whole command, fp32, tiles of {options.tile}x{options.tile}, over those of a loop over the same windows that writes a plain GeoTIFF, neighbours in time; CPU / plain: the same of CPU seconds; differ: pixels of the two class maps"
     )
     parameters = {
         "sides": options.sides, "side": options.side, "tile": options.tile, "memory": options.memory,
-        "trace": options.trace, "kills": options.kills, "threads": options.threads, "torch": bench.torch,
+        "trace": options.trace, "kills": options.kills, "threads": options.threads, "torch": bench.torch, "network": options.network, "period": options.period,
     }  # fmt: skip
     report("geo_gigapixel", QUESTION, Rows(rows), options, parameters, notes)
     if not all(row.get("same bytes", True) for row in rows):
@@ -137,14 +146,14 @@ class Bench:
         self.folder, self.options = folder, options
         self.run = folder / "run"
         self._train()
-        self.torch = self._peak(["-c", _TORCH.format(threads=options.threads)])
+        self.torch = self._ran(["-c", _TORCH.format(threads=options.threads)])["peak"]
 
     def peak_of(self, side: int) -> dict:
         """Predict one image; return its row, after GIS programs have read the results."""
         image = self.image(side)
         output = self.folder / "out"
         start = time.perf_counter()
-        peak = self._peak(self._predict(image, output))
+        peak = self._ran(self._predict(image, output, self.options.formats))["peak"]
         seconds = time.perf_counter() - start
         found = checked(image, output)
         shutil.rmtree(output)
@@ -165,9 +174,9 @@ class Bench:
         path, output = self.folder / "map.tif", self.folder / "traced"
         draw_map(path, side)
         start = time.perf_counter()
-        peak = self._peak(
+        peak = self._ran(
             ["-c", _DISTSEG, "trace", str(path), "--output", str(output), "--formats", "gpkg"]
-        )
+        )["peak"]
         seconds = time.perf_counter() - start
         count = _vector(output / "map.gpkg")[1]
         shutil.rmtree(output)
@@ -185,18 +194,20 @@ class Bench:
         image, side = self.image(self.options.side), self.options.side
         output, plain = self.folder / "out", self.folder / "plain.tif"
         loop = {"run": str(self.run), "image": str(image), "tile": self.options.tile}
+        loop["network"] = self.options.network
         job = ["-m", "benchmarks.geo_gigapixel", "--threads", str(self.options.threads)]
         job += ["--job", json.dumps({**loop, "output": str(plain)})]
         tile = f"{self.options.tile}x{self.options.tile}"
         flags = ["--predict.tile", tile, "--train.precision", "fp32"]
         ratios: dict[str, list[float]] = {"tiff": [], "cog,gpkg": []}
-        differ = 0
+        differ, cpu = 0, []
         for _ in range(repeats):
-            base = self._seconds(job)
+            base, base_cpu = self._times_of(job)
             for formats, found in ratios.items():
-                seconds = self._seconds(self._predict(image, output, formats, flags))
+                seconds, seconds_cpu = self._times_of(self._predict(image, output, formats, flags))
                 found.append(seconds / base)
                 if formats == "tiff":
+                    cpu.append(seconds_cpu / base_cpu)
                     differ += _different(plain, output / "image.tif")
                 shutil.rmtree(output)
         return self._said(
@@ -205,6 +216,7 @@ class Bench:
                 "/ plain": median(ratios["tiff"]),
                 "from": min(ratios["tiff"]),
                 "to": max(ratios["tiff"]),
+                "CPU / plain": median(cpu),
                 "with cog, gpkg": median(ratios["cog,gpkg"]),
                 "differ": differ,
             }
@@ -277,7 +289,7 @@ class Bench:
         path = self.folder / str(side) / "image.tif"
         if not path.exists():
             path.parent.mkdir()
-            draw_image(path, side)
+            draw_image(path, side, self.options.period)
         return path
 
     def _predict(
@@ -304,15 +316,15 @@ class Bench:
                 pixels, labels = drawn(Box((corner, corner), (corner + side, corner + side)))
                 target = writer.add_image(split, (side, side), np.uint8, split, labels=True)
                 target.write(Box.whole((side, side)), pixels, labels)
-        flags = [f"--model.{name}={value}" for name, value in NETWORK.items()]
-        self._peak([
+        flags = [f"--model.{name}={value}" for name, value in self.options.network.items()]
+        self._ran([
             "-c", _DISTSEG, "train", "--data.store", str(self.folder / "store.h5"), *flags, "--data.crop", f"{side // 4}x{side // 4}",
             "--train.epochs", "1" if self.options.quick else "30", "--data.images", "4", "--optim.lr", "0.01", "--train.output", str(self.run),
             "--run.threads", str(self.options.threads),
         ])  # fmt: skip
 
-    def _peak(self, arguments: list[str]) -> int:
-        """Run Python to its end; return the peak that it prints."""
+    def _ran(self, arguments: list[str]) -> dict:
+        """Run Python to its end; return the peak and the CPU seconds that it prints."""
         done = subprocess.run(
             [sys.executable, *arguments],
             env=job_environment(self.options.threads),
@@ -323,12 +335,16 @@ class Bench:
             raise RuntimeError(
                 f"{arguments[1:]} ended with {done.returncode}:\n{done.stderr}{done.stdout}"
             )
-        return last_json(done.stdout)["peak"]
+        return last_json(done.stdout)
+
+    def _times_of(self, arguments: list[str]) -> tuple[float, float]:
+        """Run Python to its end; return its seconds and its CPU seconds."""
+        start = time.perf_counter()
+        cpu = self._ran(arguments)["cpu"]
+        return time.perf_counter() - start, cpu
 
     def _seconds(self, arguments: list[str]) -> float:
-        start = time.perf_counter()
-        self._peak(arguments)
-        return time.perf_counter() - start
+        return self._times_of(arguments)[0]
 
     def _said(self, row: dict) -> dict:
         print(row, file=sys.stderr, flush=True)
@@ -360,10 +376,20 @@ def drawn(box: Box) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(bands).astype(np.uint8) + noise, classes(height)
 
 
-def draw_image(path: Path, side: int) -> None:
-    """Write a tiled GeoTIFF, rows of tiles at a time."""
+def draw_image(path: Path, side: int, period: int | None = None) -> None:
+    """Write a tiled GeoTIFF, rows of tiles at a time.
+
+    Args:
+        path: the file.
+        side: side of the image.
+        period: side of the square that the image repeats; None for an image without repetition.
+    """
     import rasterio
 
+    if period is not None and period < side:
+        draw_image(path, period)
+        repeat(path, period // EDGE, side)
+        return
     with rasterio.Env(GDAL_CACHEMAX=64), rasterio.open(
         path, "w", driver="GTiff", width=side, height=side, count=3, dtype="uint8", tiled=True, blockxsize=EDGE, blockysize=EDGE,
         compress="deflate", zlevel=1, interleave="pixel", bigtiff="if_safer", crs=PLACE["crs"], transform=rasterio.Affine(*PLACE["transform"]),
@@ -374,6 +400,23 @@ def draw_image(path: Path, side: int) -> None:
             file.write(
                 pixels, window=rasterio.windows.Window(left, top, right - left, bottom - top)
             )
+
+
+def repeat(path: Path, tiles: int, side: int) -> None:
+    """Enlarge a square TIFF to ``side`` pixels a side; its tiles, ``tiles`` a side, repeat.
+
+    The directory of the enlarged image refers to each tile of the file many times.
+    """
+    import tifffile
+
+    at = np.arange(-(-side // EDGE)) % tiles
+    again = (at[:, None] * tiles + at).ravel()
+    with tifffile.TiffFile(path, mode="r+b") as file:
+        tags = file.pages.first.tags
+        for name in ("TileOffsets", "TileByteCounts"):
+            tags[name].overwrite(np.array(tags[name].value)[again].tolist())
+        for name in ("ImageWidth", "ImageLength"):
+            tags[name].overwrite(side)
 
 
 def draw_map(path: Path, side: int) -> None:
@@ -427,6 +470,8 @@ def checked(image: Path, output: Path) -> dict:
         if not valid or warnings:
             raise ValueError(f"rio cogeo validate: {errors} {warnings}")
         found["rio cogeo"] = "valid"
+    if not (output / "image.gpkg").exists():
+        return found
     reader, count, covered, its_crs = _vector(output / "image.gpkg")
     inside = (
         bounds.left <= covered[0] < covered[2] <= bounds.right
@@ -453,13 +498,13 @@ def _vector(path: Path) -> tuple[str, int, np.ndarray, str]:
     return "geopandas", len(frame), frame.total_bounds, frame.crs.to_wkt()
 
 
-def _plain(run: str, image: str, tile: int, output: str) -> dict:
+def _plain(run: str, image: str, tile: int, output: str, network: dict) -> dict:
     """Predict as a user would by hand: windows with the exact halo, read and written by rasterio."""
     import rasterio
     from rasterio.windows import Window
 
-    network = load(run)
-    reach = receptive_field(unet(in_channels=3, out_channels=len(CLASSES), **NETWORK))
+    module = load(run)
+    reach = receptive_field(unet(in_channels=3, out_channels=len(CLASSES), **network))
     with rasterio.open(image) as given, torch.no_grad():
         size = given.shape
         grid = Size(-(-n // tile) for n in size)
@@ -469,7 +514,7 @@ def _plain(run: str, image: str, tile: int, output: str) -> dict:
                 seen = window(own, size, reach)
                 (top, left), (bottom, right) = seen.start, seen.stop
                 pixels = given.read(window=Window(left, top, right - left, bottom - top))
-                logits = network(torch.from_numpy(pixels)[None].float())[0]
+                logits = module(torch.from_numpy(pixels)[None].float())[0]
                 inner = tuple(
                     slice(a - b, c - b) for a, b, c in zip(own.start, seen.start, own.stop)
                 )
@@ -479,7 +524,7 @@ def _plain(run: str, image: str, tile: int, output: str) -> dict:
                     1,
                     window=Window(left, top, width, height),
                 )
-    return {"peak": 0}
+    return {"cpu": time.process_time()}
 
 
 def _different(one: Path, other: Path) -> int:

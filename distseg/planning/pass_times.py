@@ -127,23 +127,25 @@ class StagePasses:
             transfer: function that returns the seconds for which the tensor of an edge travels;
                 None if messages take no time.
         """
+        stages = range(self.partition.stages)
+        forward, backward, weight, repeated = (
+            [factor * self.seconds(kind, stage) for stage in stages]
+            for kind in ("forward", "backward", "weight", "recompute")
+        )
         again = set().union(*(recomputed(order, self.recompute) for order in self.orders))
 
-        def time_of(kind: str) -> Callable[[int, int], float]:
-            return lambda stage, m: factor * self.seconds(kind, stage)
-
         def recompute(stage: int, m: int) -> float:
-            return time_of("recompute")(stage, m) if (stage, m) in again else 0.0
+            return repeated[stage] if (stage, m) in again else 0.0
 
         return simulate(
             self.orders,
             self.partition.edges,
-            time_of("forward"),
-            time_of("backward"),
+            forward,
+            backward,
             self.partition.placement,
             transfer,
-            recompute,
-            time_of("weight"),
+            recompute if again else 0.0,
+            weight,
         )
 
 

@@ -7,13 +7,14 @@ travel l_s seconds to the next stage. Each of the m micro-batches goes there and
     stage 1       l_0  f_1               b_1   l_0           round trip of stage 1
     stage 2                l_1 f_2 b_2 l_1                   round trip of stage 2
 
-With 1F1B and ZB-H1, stage s of S starts a micro-batch only if fewer than S - s of them are on their
-round trip. So the round trips of every (S - s)-th micro-batch follow one another. With GPipe, no
+With 1F1B and ZB-H1, a stage computes forward and backward passes in turn. So round trips from stage
+s to stage e and back follow one another (:meth:`PipelineTimes._round_trips`). With GPipe, no
 backward pass begins before all forward passes of the last stage have ended.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,21 +108,46 @@ class PipelineTimes:
             yield first + m * seconds + self.backward[source] + self._ends[source]
 
     def _round_trips(self) -> Iterator[float]:
-        """Yield bounds that hold because a stage has few micro-batches on their round trip."""
+        """Yield bounds that hold because round trips from a stage to a later one follow each other.
+
+        Stage e computes the backward pass of micro-batch i right after the forward pass of
+        micro-batch i + S - 1 - e. Stage s <= e has the forward pass of micro-batch i + S - s after
+        the backward pass of micro-batch i. So the round trips from stage s to stage e of every
+        (e - s + 1)-th micro-batch follow one another.
+        """
         m, stages = self.micro_batches, len(self.forward)
-        trips = [0.0] * stages
-        for stage in reversed(range(stages)):
-            away = (
-                seconds + trips[target] + self.returns[target, stage]
-                for (source, target), seconds in self.links.items()
-                if source == stage and (target, stage) in self.returns
-            )
-            wait = max(self.again[stage], max(away, default=0.0))
-            trips[stage] = self.forward[stage] + wait + self.backward[stage]
-            at_once = min(m, stages - stage)
-            trip, rest = -(-m // at_once), (m - 1) % at_once
-            seconds = trip * trips[stage] + rest * self.backward[stage]
-            yield self._starts[stage] + seconds + self._ends[stage]
+        for first in range(stages):
+            forward, backward = self.forward[first], self.backward[first]
+            for last, trip in enumerate(self._trips(first), first):
+                ahead, every = min(stages - 1 - last, m - 1), last - first + 1
+                more, rest = divmod(m - 1 - ahead, every)
+                # With ZB-H1, stage s puts off the weight gradients of the first s micro-batches.
+                apart = max(0, more - -(-first // every)) * self.weight[first]
+                seconds = ahead * forward + (1 + more) * trip + apart + (ahead + rest) * backward
+                yield self._starts[first] + seconds + self._ends[first]
+
+    @cached_property
+    def _links_by_target(self) -> list[tuple[int, int, float]]:
+        """(target, source, seconds) of the links, by target, so that sources come before."""
+        return sorted((target, source, s) for (source, target), s in self.links.items())
+
+    @cached_property
+    def _returns_by_target(self) -> list[tuple[int, int, float]]:
+        """(target, source, seconds) of the returning gradients, in the same order."""
+        return sorted((target, source, s) for (target, source), s in self.returns.items())
+
+    def _trips(self, first: int) -> list[float]:
+        """Return the least seconds of round trips from stage ``first`` to it and each later stage.
+
+        The number is -inf if no feature map gets there, or no gradient returns.
+        """
+        there, back = ([-math.inf] * len(self.forward) for _ in range(2))
+        there[first], back[first] = self.forward[first], self.backward[first]
+        for target, source, seconds in self._links_by_target:
+            there[target] = max(there[target], there[source] + seconds + self.forward[target])
+        for target, source, seconds in self._returns_by_target:
+            back[target] = max(back[target], back[source] + seconds + self.backward[target])
+        return [sum(each) for each in zip(there, self.again, back)][first:]
 
     def _two_phases(self) -> Iterator[float]:
         """Yield bounds that hold because all backward passes follow all forward passes."""

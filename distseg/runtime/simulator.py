@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
+from typing import NamedTuple
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
-from distseg.runtime.operations import EdgeOperation, Operation, Recompute, Recv, Send
+from distseg.runtime.operations import Recv, Send
 from distseg.runtime.partition import Edge
 from distseg.runtime.spans import Span
 from distseg.runtime.stage_program import operations
@@ -31,27 +31,58 @@ class Simulation:
     """Result of a simulated schedule.
 
     Attributes:
-        spans: the spans of computation, in order for each rank.
-        ranks: the number of ranks.
+        orders: the actions of each rank in order.
+        starts, ends: for each rank, the seconds at which its actions start and end.
+        repeated: for each rank, the seconds for which it repeats a forward pass before each action;
+            0 if it repeats none. It does so right after the action before.
     """
 
-    spans: tuple[Span, ...]
-    ranks: int
+    orders: Orders
+    starts: Sequence[Sequence[float]]
+    ends: Sequence[Sequence[float]]
+    repeated: Sequence[Sequence[float]]
 
-    @cached_property
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.orders)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Spans of computation, in the order of their starts."""
+        found = (
+            Span(rank, kind, action.name, start, end)
+            for rank in range(self.ranks)
+            for kind, action, start, end in self._passes(rank)
+        )
+        return tuple(sorted(found, key=lambda span: span.start))
+
+    @property
     def makespan(self) -> float:
         """Time in seconds at which the last action ends."""
-        return max((span.end for span in self.spans), default=0.0)
+        return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
     @property
     def idle(self) -> tuple[float, ...]:
         """Share of the makespan in which each rank idles: the bubble."""
-        busy = Counter()
-        for span in self.spans:
-            busy[span.rank] += span.seconds
-        return tuple(
-            1 - busy[rank] / self.makespan if self.makespan else 0.0 for rank in range(self.ranks)
-        )
+        busy, makespan = [0.0] * self.ranks, self.makespan
+        for rank in range(self.ranks):
+            for *_, start, end in self._passes(rank):
+                busy[rank] += end - start
+        return tuple(1 - seconds / makespan if makespan else 0.0 for seconds in busy)
+
+    def _passes(self, rank: int) -> Iterator[tuple[str, Action, float, float]]:
+        """Yield (kind, action, start, end) of all passes of a rank, in order.
+
+        The kind of a repeated forward pass is ``recompute``; its action is the one after it.
+        """
+        free = 0.0
+        times = zip(self.orders[rank], self.repeated[rank], self.starts[rank], self.ends[rank])
+        for action, seconds, start, end in times:
+            if seconds:
+                yield "recompute", action, free, free + seconds
+            yield action.kind, action, start, end
+            free = end
 
 
 def simulate(
@@ -84,36 +115,23 @@ def simulate(
         ValueError: if ranks wait for one another for ever. The message names what each rank waits
             for.
     """
-    costs = {"forward": forward, "backward": backward, "recompute": recompute, "weight": weight}
-    programs = [operations(order, edges, "always") for order in orders]
-    run = _Run(placement, transfer, {kind: _cost(cost) for kind, cost in costs.items()})
-    at = [0] * len(programs)
-    while any(done < len(program) for done, program in zip(at, programs)):
-        before = list(at)
-        for rank, program in enumerate(programs):
-            while at[rank] < len(program) and run.lacks(program[at[rank]]) is None:
-                run.do(rank, program[at[rank]])
-                at[rank] += 1
-        if at == before:
-            stuck = [
-                (rank, program[done:])
-                for rank, (done, program) in enumerate(zip(at, programs))
-                if done < len(program)
-            ]
+    costs = {"forward": forward, "backward": backward, "weight": weight}
+    if recompute:
+        costs["recompute"] = recompute
+    if not callable(transfer):
+        transfer = transfer.__getitem__ if transfer else lambda edge: 0.0
+    run = _Run(orders, edges, {kind: _cost(c) for kind, c in costs.items()}, placement, transfer)
+    while left := [rank for rank, order in enumerate(orders) if len(run.ends[rank]) < len(order)]:
+        if not any([run.advance(rank) for rank in left]):
             waits = (
-                f"rank {rank} waits in {_action(left).name} for {run.lacks(left[0])}"
-                for rank, left in stuck
+                f"rank {rank} waits in {run.following(rank).name} for {run.lacks(rank)}"
+                for rank in left
             )
             raise ValueError(
                 "change the order of the actions, because these ranks are in a deadlock: "
                 + "; ".join(waits)
             )
-    return Simulation(tuple(run.spans), len(orders))
-
-
-def _action(operations: Sequence[Operation]) -> Action:
-    """Return the first action (forward, backward or weight) in a list of operations."""
-    return next(op for op in operations if isinstance(op, Action))
+    return Simulation(orders, run.starts, run.ends, run.repeated)
 
 
 def peak_micro_batches(orders: Orders, stages: int) -> tuple[int, ...]:
@@ -231,65 +249,118 @@ def _cost(cost: Cost) -> Callable[[int, int], float]:
     return (lambda stage, m: cost[stage]) if isinstance(cost, Sequence) else (lambda stage, m: cost)
 
 
-# The pass of the same stage and micro-batch that each operation needs first.
-_FIRST = {Recompute: Forward, Backward: Forward, Weight: Backward}
+# The pass of the same stage and micro-batch that each pass needs first.
+_FIRST = {Backward: Forward, Weight: Backward}
+
+
+class _Way(NamedTuple):
+    """Way of an edge's tensors, or of their gradients, from one stage to another.
+
+    Attributes:
+        edge: the edge.
+        seconds: seconds for which a tensor travels.
+        link: a list of one number, the time from which the link between the two ranks is free. All
+            ways from one rank to the other share it.
+        arrivals: the time at which the tensor of each micro-batch arrives.
+    """
+
+    edge: Edge
+    seconds: float
+    link: list[float]
+    arrivals: dict[int, float]
+
+
+class _Passes(NamedTuple):
+    """Passes of one kind in one stage.
+
+    Attributes:
+        seconds: function that returns the seconds of a pass from (stage, micro-batch).
+        repeated: likewise for the forward pass that is repeated first; None if none is.
+        into, out: the ways of the tensors that a pass needs, and of those that it sends.
+        done: the micro-batches that had their pass.
+        first: the micro-batches that may have it, if they need another pass first; else None.
+    """
+
+    seconds: Callable[[int, int], float]
+    repeated: Callable[[int, int], float] | None
+    into: list[_Way]
+    out: list[_Way]
+    done: set[int]
+    first: set[int] | None
 
 
 class _Run:
-    """State of a simulation: operations done, arrival times, and when ranks and links are free."""
+    """State of a simulation: what each rank has done, and what has arrived.
 
-    def __init__(self, placement, transfer, costs):
-        self.placement, self.costs = placement, costs
-        self.transfer = (
-            transfer
-            if callable(transfer)
-            else (transfer.__getitem__ if transfer else lambda edge: 0.0)
-        )
-        self.spans: list[Span] = []
-        self.done: set[Operation] = set()
-        self.arrivals: dict[tuple[Edge, int, bool], float] = {}
-        # Time from which each rank, or link (rank, rank), is free.
-        self.free = Counter()
-        # Time at which the inputs of each rank's next pass have arrived.
-        self.ready = Counter()
+    Attributes:
+        starts, ends, repeated: the seconds of the actions that are done (:class:`Simulation`).
+    """
 
-    def lacks(self, op: Operation) -> str | None:
-        """Return the pass or message for which an operation waits, in words; None if it can run."""
-        if isinstance(op, Recv):
-            kind = (Backward if op.back else Forward).kind
-            return (
-                None
-                if _key(op) in self.arrivals
-                else f"{op.edge} ({kind} of micro-batch {op.micro_batch})"
-            )
-        first = _FIRST[type(op)](op.stage, op.micro_batch) if type(op) in _FIRST else None
-        return None if first is None or first in self.done else first.name
+    def __init__(
+        self,
+        orders: Orders,
+        edges: Sequence[Edge],
+        costs: Mapping[str, Callable[[int, int], float]],
+        placement: Sequence[int],
+        transfer: Callable[[Edge], float],
+    ):
+        self._orders = orders
+        self.starts, self.ends, self.repeated = ([[] for _ in orders] for _ in range(3))
+        self._of: dict[type[Action], list[_Passes]] = {}
+        for kind in (Forward, Backward, Weight):
+            first = [passes.done for passes in self._of[_FIRST[kind]]] if kind in _FIRST else None
+            repeated = costs.get("recompute") if kind is Backward else None
+            self._of[kind] = [
+                _Passes(costs[kind.kind], repeated, [], [], set(), first[stage] if first else None)
+                for stage in range(len(placement))
+            ]
+        links: dict[tuple[int, int], list[float]] = {}
+        for edge in edges:
+            for kind in (Forward, Backward)[: 1 + edge.gradient]:
+                ends = (edge.source, edge.target)[:: 1 if kind is Forward else -1]
+                sender, receiver = (placement[stage] for stage in ends)
+                seconds = transfer(edge) if sender != receiver else 0.0
+                way = _Way(edge, seconds, links.setdefault((sender, receiver), [0.0]), {})
+                self._of[kind][ends[0]].out.append(way)
+                self._of[kind][ends[1]].into.append(way)
 
-    def do(self, rank: int, op: Operation) -> None:
-        if isinstance(op, Recv):
-            self.ready[rank] = max(self.ready[rank], self.arrivals[_key(op)])
-        elif isinstance(op, Send):
-            self._send(op, rank)
-        elif isinstance(op, Recompute):
-            self._spend(rank, "recompute", Backward(op.stage, op.micro_batch), 0.0)
-        else:
-            self._spend(rank, op.kind, op, self.ready.pop(rank, 0.0))
-            self.done.add(op)
+    def advance(self, rank: int) -> bool:
+        """Do the actions of a rank until one must wait; return True if any was done."""
+        starts, ends, repeats = self.starts[rank], self.ends[rank], self.repeated[rank]
+        before, free = len(ends), ends[-1] if ends else 0.0
+        for action in islice(self._orders[rank], before, None):
+            stage, m = action.stage, action.micro_batch
+            seconds, repeated, into, out, done, first = self._of[type(action)][stage]
+            if first is not None and m not in first:
+                break
+            again = repeated(stage, m) if repeated else 0.0
+            start = free + again
+            try:
+                for _, _, _, arrivals in into:
+                    if (ready := arrivals[m]) > start:
+                        start = ready
+            except KeyError:
+                break
+            free = start + seconds(stage, m)
+            starts.append(start)
+            ends.append(free)
+            repeats.append(again)
+            done.add(m)
+            for _, travels, link, arrivals in out:
+                sent = free if free > link[0] else link[0]
+                link[0] = arrivals[m] = sent + travels
+        return len(ends) > before
 
-    def _spend(self, rank: int, kind: str, action: Action, ready: float) -> None:
-        seconds = self.costs[kind](action.stage, action.micro_batch)
-        if seconds or kind == action.kind:
-            start = max(ready, self.free[rank])
-            self.free[rank] = start + seconds
-            self.spans.append(Span(rank, kind, action.name, start, start + seconds))
+    def following(self, rank: int) -> Action:
+        """Return the first action of a rank that is not done."""
+        return self._orders[rank][len(self.ends[rank])]
 
-    def _send(self, op: Send, sender: int) -> None:
-        receiver, now = self.placement[op.receiver], self.free[sender]
-        if receiver != sender:
-            now = max(now, self.free[sender, receiver]) + self.transfer(op.edge)
-            self.free[sender, receiver] = now
-        self.arrivals[_key(op)] = now
-
-
-def _key(op: EdgeOperation) -> tuple[Edge, int, bool]:
-    return op.edge, op.micro_batch, op.back
+    def lacks(self, rank: int) -> str:
+        """Return the pass or message for which a rank waits, in words."""
+        action = self.following(rank)
+        m, kind = action.micro_batch, type(action)
+        passes = self._of[kind][action.stage]
+        if passes.first is not None and m not in passes.first:
+            return _FIRST[kind](action.stage, m).name
+        edge = next(way.edge for way in passes.into if m not in way.arrivals)
+        return f"{edge} ({kind.kind} of micro-batch {m})"

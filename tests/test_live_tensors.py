@@ -59,7 +59,7 @@ def test_a_norm_computes_the_activation_behind_it():
 def test_tensors_end_with_their_last_reader():
     """An activation overwrites the result of a convolution, which nothing else reads."""
     network = network_of(conv(3, 8), nn.ReLU(), conv(8, 8), nn.ReLU(), conv(8, 2))
-    found = stage_tensors(network, TileSizes.whole(5), range(2, 4), (2,), (4,), False)
+    found = stage_tensors(network, TileSizes.whole(5), range(2, 4), (2,), (4,), False, True)
     assert (found.full, found.inputs, found.received) == (2 * PLANE, PLANE, PLANE)
     assert found.passing == PLANE and found.building == 0
     # Gradients of the result, which the stage holds, of the ReLU's input, and of the stage's input.

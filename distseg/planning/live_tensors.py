@@ -304,7 +304,7 @@ def _of_loss(loss: Criterion, output: Tensor, precision: str) -> LossTensors:
     return LossTensors(held, there.peak + copy, back.peak + copy // 2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TileSizes:
     """Sizes of feature maps on a tile, as shares of those of the whole image.
 
@@ -342,7 +342,8 @@ class StageTensors(NamedTuple):
         received: bytes of the tensors that the stage receives from others in the forward pass.
         sent: bytes of the tensors that the stage sends to others in the forward pass.
         building: bytes at the peak of a forward pass that keeps activations, beyond ``full``.
-        passing: bytes at the peak of a forward pass that keeps nothing, beyond ``inputs``.
+        passing: bytes at the peak of a forward pass that keeps nothing, beyond ``inputs``; 0 if
+            there is no such pass.
         working: bytes at the peak of a backward pass, beyond ``full``; at least ``building``.
         put_off: bytes that are held until the weight gradients are computed, if a schedule
             postpones them.
@@ -374,6 +375,7 @@ def stage_tensors(
     incoming: Collection[int],
     outgoing: Collection[int],
     apart: bool,
+    repeats: bool = False,
 ) -> StageTensors:
     """Return the bytes that a stage holds for a micro-batch.
 
@@ -384,11 +386,13 @@ def stage_tensors(
         incoming: the feature maps that the stage receives from other stages.
         outgoing: the feature maps that it sends to other stages.
         apart: True for a schedule that computes weight gradients later (ZB-H1).
+        repeats: True if forward passes are repeated, so that the first one may keep nothing.
     """
     walk = _Walk(network, tile, layers, incoming, outgoing)
-    passing = walk.forward(False)
-    walk = _Walk(network, tile, layers, incoming, outgoing)
     inputs = walk.bytes
+    passing = 0.0
+    if repeats:
+        passing = _Walk(network, tile, layers, incoming, outgoing).forward(False) - inputs
     building = walk.forward(True)
     full = walk.bytes
     working = walk.backward(apart)
@@ -398,7 +402,7 @@ def stage_tensors(
         sum(map(walk.size_of_map, incoming)),
         sum(map(walk.size_of_map, outgoing)),
         building - full,
-        passing - inputs,
+        passing,
         max(building, working) - full,
         walk.postponed,
     )
@@ -422,6 +426,7 @@ class _Walk:
         self.incoming, self.outgoing = incoming, outgoing
         self.bytes = self.peak = self.postponed = 0.0
         self._sizes: dict[Hashable, float] = {}
+        self._kept: dict[int, list[Hashable]] = {}  # by layer: what autograd keeps for it
         self._holders: Counter[Hashable] = Counter()
         self._made = 0
         sources = {source for number in layers for source in network.reads[number]}
@@ -502,8 +507,7 @@ class _Walk:
             self._hold(layer.result)
             self._note(layer.forward * self.tile.maps[number + 1])
             if keep:
-                for key, size in self.kept(number):
-                    self._hold(key, size)
+                self._kept[number] = [self._hold(*one) for one in self.kept(number)]
             if frame:
                 self._drop(("frame", number))
             for source in frees[number]:
@@ -535,7 +539,7 @@ class _Walk:
             self._holders[pending[source]] += 1  # The stage holds it until the pass has ended.
         waiting: list[tuple[list[Hashable], float]] = []
         for number in reversed(self.layers):
-            layer, kept = network.layers[number], [key for key, _ in self.kept(number)]
+            layer, kept = network.layers[number], self._kept[number]
             gradient = pending.pop(number + 1, None)
             if gradient is None:
                 for key in kept:

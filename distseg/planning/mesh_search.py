@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import combinations
 from typing import Any
@@ -31,20 +31,19 @@ from distseg.config.sizes import Size
 from distseg.layers.criterion import Criterion
 from distseg.layers.graph import graph_of
 from distseg.models.network import calls_of
-from distseg.planning.balance import split_within
+from distseg.planning.balance import split_within, starts_of
 from distseg.planning.cost import Costs, Seconds
-from distseg.planning.live_tensors import NetworkTensors, TileSizes, stage_tensors, tensors_of
+from distseg.planning.live_tensors import (
+    NetworkTensors,
+    StageTensors,
+    TileSizes,
+    stage_tensors,
+    tensors_of,
+)
 from distseg.planning.machine import Machine
 from distseg.planning.pass_times import Modelled, StagePasses
 from distseg.planning.pipeline_bounds import PipelineTimes
-from distseg.planning.stage_memory import (
-    Policy,
-    Ranges,
-    activation_peaks,
-    largest_holdings,
-    ranges_of,
-    stage_seconds,
-)
+from distseg.planning.stage_memory import Policy, Ranges, largest_holdings, ranges_of, stage_seconds
 from distseg.runtime.partition import Partition, Partitioner
 from distseg.runtime.schedule import orders, splits
 from distseg.runtime.simulator import Simulation
@@ -232,9 +231,11 @@ class Work:
         return self.costs.layers[source - 1].output if source else self.costs.sizes[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TileWork:
     """Work of the slowest tile of a grid for a micro-batch.
+
+    Grids that differ in the order of equal dims share one object.
 
     Attributes:
         shares: for each layer, the number of cells that the tile computes, as a fraction of the
@@ -374,6 +375,7 @@ class _Candidate:
         place: the place of the layout in the order of :meth:`Planner.candidates`.
         layout: the layout.
         tile: the sizes of the slowest tile of the layout's grid, if ``least`` follows from it.
+        split: True if ``least`` follows from the fastest split into stages.
         stages: the stages, if ``least`` follows from them.
     """
 
@@ -381,6 +383,7 @@ class _Candidate:
     place: int
     layout: MeshLayout = field(compare=False)
     tile: TileSizes | None = field(default=None, compare=False)
+    split: bool = field(default=False, compare=False)
     stages: _Stages | None = field(default=None, compare=False)
 
 
@@ -432,7 +435,7 @@ class _Found:
 
 
 def least_of_pipeline(
-    layers: float, longest: float, stages: int, micro_batches: int, waits: bool
+    layers: float, repeated: float, longest: float, stages: int, micro_batches: int, waits: bool
 ) -> float:
     """Return a lower bound of the seconds of a step, for every cut into stages.
 
@@ -442,24 +445,22 @@ def least_of_pipeline(
     stage s. For a given sum T of all t_s, the largest of these bounds is smallest if all are equal,
     which means t_{s+1} = (1 - 1/m) t_s. It is then T / (1 - (1 - 1/m)^S) for S stages.
 
-    If stages need not wait in this way (``waits`` is False), the bound is m T / S. The stage with
-    the slowest layer computes this layer m times, which is another bound. The larger one is
-    returned.
+    The slowest stage computes for at least m (T + R) / S seconds if forward passes of R seconds are
+    repeated, and for m times the seconds of its longest layer. These bounds hold even if stages
+    need not wait (``waits`` is False). The largest bound is returned.
 
     Args:
         layers: seconds of all layers for a micro-batch, forward and backward.
-        longest: seconds of the slowest layer.
+        repeated: seconds of all repeated forward passes for a micro-batch.
+        longest: seconds of the slowest layer or stage, with its repeated forward pass.
         stages: number of stages.
         micro_batches: number of micro-batches.
         waits: True if a micro-batch goes through the stages one after another, forward and then
             backward, and nothing is computed for it after that. It is False for zb-h1, where a
             stage computes gradients of weights last, and for networks that are no chain of layers.
     """
-    if waits:
-        spread = layers / (1 - (1 - 1 / micro_batches) ** stages)
-    else:
-        spread = layers * micro_batches / stages
-    return max(spread, micro_batches * longest)
+    spread = layers / (1 - (1 - 1 / micro_batches) ** stages) if waits else 0.0
+    return max(spread, micro_batches * (layers + repeated) / stages, micro_batches * longest)
 
 
 class Planner:
@@ -474,16 +475,18 @@ class Planner:
     def __init__(self, work: Work, machine: Machine, limit: float | None = None):
         self.work, self.machine = work, machine
         self.limit = machine.memory if limit is None else limit
-        self.tile_work = lru_cache(None)(self._tile_work)
+        self._tile_work = lru_cache(None)(self._find_tile_work)
+        self._seconds_on = lru_cache(None)(self._find_seconds_on)
         self._longest_window = lru_cache(None)(self._find_longest_window)
         self._borders = lru_cache(None)(self._find_borders)
         self._exchange_points = lru_cache(None)(self._find_exchange_points)
         self._least_part = lru_cache(None)(self._find_least_part)
         self._fastest_split = lru_cache(None)(self._find_fastest_split)
         self._cut_on = lru_cache(None)(self._find_cut)
+        self._partition = lru_cache(None)(lambda balance: work.partitioner.cut(balance))
+        self._stage_tensors = lru_cache(None)(self._find_stage_tensors)
         self._kept_on = lru_cache(_MESHES)(self._find_kept_on)
         self._stage_seconds = lru_cache(_MESHES)(self._find_stage_seconds)
-        self._peaks_of = lru_cache(_MESHES)(partial(activation_peaks, work.ranges))
 
     @cached_property
     def tensors(self) -> NetworkTensors:
@@ -492,6 +495,11 @@ class Planner:
         return tensors_of(
             work.model, work.image, work.images, work.precision, work.channels_last, work.loss
         )
+
+    @cached_property
+    def _whole_image(self) -> TileSizes:
+        """Sizes of a tile that is the whole image."""
+        return TileSizes.whole(len(self.work.costs.layers))
 
     def on(self, machine: Machine, costs: Costs, limit: float | None = None) -> Planner:
         """Return a planner of the same step on another machine.
@@ -504,8 +512,8 @@ class Planner:
             limit: bytes that a rank may take; the machine's memory by default.
         """
         other = Planner(replace(self.work, costs=costs), machine, limit)
-        other.tile_work, other._peaks_of = self.tile_work, self._peaks_of
-        other.tensors = self.tensors
+        other._tile_work, other.tensors = self._tile_work, self.tensors
+        other._stage_tensors = self._stage_tensors
         other._longest_window, other._borders = self._longest_window, self._borders
         other._least_part = self._least_part
         return other
@@ -525,7 +533,7 @@ class Planner:
             sizes: other sizes of images, which the grid of tiles must be able to cut too.
         """
         # A candidate returns to the queue with a better bound each time it is looked at: first the
-        # bound of any tile of its size, then of its tile, then of its stages.
+        # bound of any tile of its size, then of its tile, of the fastest split, and of its stages.
         found = _Found()
         queue = [
             _Candidate(self._least_of_any(layout), place, layout)
@@ -551,6 +559,8 @@ class Planner:
             elif one.tile is None:
                 tile = self.tile_work(layout.tiles, layout.exchange).sizes
                 heappush(queue, replace(one, least=self.least_seconds(layout), tile=tile))
+            elif layout.stages > 1 and not one.split:
+                heappush(queue, replace(one, least=self._least_of_split(layout), split=True))
             else:
                 try:
                     stages = self._cut(layout)
@@ -655,12 +665,18 @@ class Planner:
             window(Box((a,), (b,)), (n,), along).pixels for a, b in split(n, parts, *along.stride)
         )
 
-    def _tile_work(self, grid: Size, exchange: str) -> TileWork:
+    def tile_work(self, grid: Size, exchange: str) -> TileWork:
         """Return the work of the slowest tile of a grid, for one way to exchange halos."""
+        along: dict[int, list[int]] = {}
+        for dim, parts in sorted(zip(self._dims_alike, grid)):
+            along.setdefault(dim, []).append(parts)
+        return self._tile_work(Size(along[dim].pop(0) for dim in self._dims_alike), exchange)
+
+    def _find_tile_work(self, grid: Size, exchange: str) -> TileWork:
         work, layers = self.work, len(self.work.costs.layers)
         none = ((0.0, 0),) * layers
         if grid.volume == 1:
-            return TileWork((1.0,) * layers, none, TileSizes.whole(layers))
+            return TileWork((1.0,) * layers, none, self._whole_image)
         tiles = [self._borders(dim, parts) for dim, parts in enumerate(grid)]
         beyond = frozenset().union(*(tile.reads_beyond for tile in tiles))
         points = self._exchange_points(beyond, exchange)
@@ -734,7 +750,7 @@ class Planner:
             self._norm_seconds(layout),
         )
 
-    def _seconds_on(self, layers: _LayersOnTile) -> Seconds:
+    def _find_seconds_on(self, layers: _LayersOnTile) -> Seconds:
         """Return the seconds of the layers on the slowest tile, including the time of messages."""
         besides, shares, costs = self._messages(layers), layers.tile.shares, self.work.costs
         return Seconds(
@@ -759,14 +775,10 @@ class Planner:
 
         The bound holds for every cut into stages (:func:`least_of_pipeline`).
         """
-        on_tile, again = self._layers_on_tile(layout), _again(layout)
-        seconds = [
-            share * ((1 + again) * layer.forward + layer.backward) + (2 + again) * more
-            for layer, share, more in zip(
-                self.work.costs.layers, on_tile.tile.shares, self._messages(on_tile)
-            )
-        ]
-        return self._least(layout, sum(seconds), max(seconds))
+        forward, backward = self._seconds_on(self._layers_on_tile(layout))
+        passes = _forward_passes(layout)
+        longest = max(passes * f + b for f, b in zip(forward, backward))
+        return self._least(layout, sum(forward), sum(backward), longest)
 
     def _least_of_any(self, layout: MeshLayout) -> float:
         """Return a lower bound of the seconds of a step, without looking at the layout's tiles.
@@ -774,39 +786,52 @@ class Planner:
         It assumes that the slowest tile of the grid is as small as the smallest tile can be, and
         that halos take no time to send.
         """
-        again, share = _again(layout), self._least_share(layout.tiles)
+        share, layers = self._least_share(layout.tiles), len(self.work.costs.layers)
         if layout.exchange == "all":
             share = self._largest_window(layout.tiles) / math.prod(self.work.image)
-        whole, longest = self._totals[again]
-        calls = (2 + again) * len(self.work.costs.layers) * self.machine.call
-        norms = (2 + again) * len(self.work.norms) * self._norm_seconds(layout)
-        return self._least(layout, share * whole + calls + norms, share * longest)
+        forward, backward, longest = self._totals
+        besides = layers * self.machine.call + len(self.work.norms) * self._norm_seconds(layout)
+        return self._least(
+            layout,
+            share * forward + besides,
+            share * backward + besides,
+            share * longest[_forward_passes(layout)],
+        )
+
+    def _least_of_split(self, layout: MeshLayout) -> float:
+        """Return a lower bound of the seconds of a step from its fastest split into stages."""
+        on_tile = self._layers_on_tile(layout)
+        forward, backward = self._seconds_on(on_tile)
+        _, slowest = self._fastest_split(on_tile, layout.stages, layout.recompute)
+        return self._least(layout, sum(forward), sum(backward), slowest)
 
     @cached_property
-    def _totals(self) -> list[tuple[float, float]]:
-        """Seconds of all layers and of the slowest layer on a whole image.
+    def _totals(self) -> tuple[float, float, dict[int, float]]:
+        """Seconds of all layers on a whole image, forward and backward, and of the slowest layer.
 
-        Both are given without recomputation and with it.
+        Those of the slowest layer are given by the number of forward passes.
         """
-        found = []
-        for again in (0, 1):
-            seconds = [
-                (1 + again) * layer.forward + layer.backward for layer in self.work.costs.layers
-            ]
-            found.append((sum(seconds), max(seconds)))
-        return found
+        costs = self.work.costs
+        longest = {n: max(n * f + b for f, b in zip(costs.forward, costs.backward)) for n in (1, 2)}
+        return sum(costs.forward), sum(costs.backward), longest
 
-    def _least(self, layout: MeshLayout, layers: float, longest: float) -> float:
+    def _least(self, layout: MeshLayout, forward: float, backward: float, longest: float) -> float:
         """Return a lower bound of the seconds of a step.
 
         Args:
             layout: the layout.
-            layers: seconds of all layers for a micro-batch, forward and backward.
-            longest: seconds of the slowest layer.
+            forward, backward: seconds of the passes of all layers for a micro-batch.
+            longest: seconds of the slowest layer or stage, with its repeated forward pass.
         """
         most = max(self.work.parameters / layout.stages, self._most_parameters)
-        waits = self.work.chained and not splits(layout.schedule)
-        pipeline = least_of_pipeline(layers, longest, layout.stages, layout.micro_batches, waits)
+        pipeline = least_of_pipeline(
+            forward + backward,
+            (_forward_passes(layout) - 1) * forward,
+            longest,
+            layout.stages,
+            layout.micro_batches,
+            self.work.chained and not splits(layout.schedule),
+        )
         return _ROUNDED * (pipeline + sum(self._after(layout, self.work.costs.weight_bytes * most)))
 
     def _least_of(self, layout: MeshLayout, stages: _Stages) -> float:
@@ -883,7 +908,7 @@ class Planner:
         held = _held_at_once(layout.stages, self._policy(layout))
         share = 1.0
         if tile is None:
-            tile = TileSizes.whole(len(self.tensors.layers))
+            tile = self._whole_image
             share = self._least_share(layout.tiles)
         one, every = self._kept_on(tile, share)
         lasting = (2 + self.work.copies) * self.tensors.weight_bytes * self.work.parameters
@@ -963,14 +988,16 @@ class Planner:
 
     def _find_cut(self, on_tile: _LayersOnTile, stages: int, policy: Policy) -> _Stages | None:
         """Return the fastest stages, or None if no split into stages fits the memory limit."""
-        seconds, balance = self._fastest_split(on_tile, stages, policy.recompute)
-        partition = self.work.partitioner.cut(balance)
-        memory = self._memory_of(partition, policy, on_tile.tile)
-        if stages > 1 and memory > self.limit:
+        seconds = self._seconds_on(on_tile)
+        balance, _ = self._fastest_split(on_tile, stages, policy.recompute)
+        partition = self._partition(tuple(balance))
+        if stages > 1 and self._exceeds(partition, policy, on_tile.tile):
             found = self._cut_within(on_tile, stages, policy)
             if found is None:
                 return None
             partition, memory = found
+        else:
+            memory = self._memory_of(partition, policy, on_tile.tile)
         share = max(on_tile.tile.shares)
         travels = tuple(
             self.machine.message(on_tile.neighbours, share * self.work.bytes_of(edge.map))
@@ -998,7 +1025,7 @@ class Planner:
             balance = split_within(seconds, stages, (table <= limit for table in tables))
             if balance is None:
                 return None
-            partition = self.work.partitioner.cut(balance)
+            partition = self._partition(tuple(balance))
             memory = self._memory_of(partition, policy, on_tile.tile)
             if memory <= self.limit:
                 return partition, memory
@@ -1007,12 +1034,14 @@ class Planner:
 
     def _find_fastest_split(
         self, on_tile: _LayersOnTile, stages: int, recompute: str
-    ) -> tuple[Seconds, list[int]]:
-        """Return the seconds of the layers, and the fastest stages if memory were no limit."""
-        seconds = self._seconds_on(on_tile)
+    ) -> tuple[list[int], float]:
+        """Return the fastest stages if memory were no limit, and the seconds of the slowest one."""
         if stages == 1:
-            return seconds, [len(self.work.costs.layers)]
-        return seconds, split_within(self._stage_seconds(on_tile, recompute), stages)
+            return [len(self.work.costs.layers)], math.inf
+        table = self._stage_seconds(on_tile, recompute)
+        balance = split_within(table, stages)
+        starts = starts_of(balance)
+        return balance, max(float(table[a, a + n]) for a, n in zip(starts, balance))
 
     def _find_stage_seconds(self, on_tile: _LayersOnTile, recompute: str) -> np.ndarray:
         """Return the seconds of layers a..b-1 as a stage, in entry [a, b].
@@ -1073,15 +1102,25 @@ class Planner:
             )
         )
 
+    def _exceeds(self, partition: Partition, policy: Policy, tile: TileWork) -> bool:
+        """Return True if some stage exceeds the memory limit; those that hold most come first."""
+        held, full = _held_at_once(partition.stages, policy), self.work.ranges.full
+        about = [n * full[part.start, part.stop] for n, part in zip(held, partition.ranges)]
+        return any(
+            self.machine.base + self._stage_memory(partition, stage, policy, tile) > self.limit
+            for stage in sorted(range(partition.stages), key=about.__getitem__, reverse=True)
+        )
+
     def _stage_memory(
         self, partition: Partition, stage: int, policy: Policy, tile: TileWork
     ) -> float:
         """Return the bytes of the rank of a stage, besides those that every process takes."""
         network, layers = self.tensors, partition.ranges[stage]
-        incoming = {edge.map for edge in partition.incoming(stage)}
-        outgoing = {edge.map for edge in partition.outgoing(stage)}
+        incoming = frozenset(edge.map for edge in partition.incoming(stage))
+        outgoing = frozenset(edge.map for edge in partition.outgoing(stage))
         apart = partition.stages > 1 and splits(policy.schedule)
-        found = stage_tensors(network, tile.sizes, layers, incoming, outgoing, apart)
+        repeats = policy.recompute != "never"
+        found = self._stage_tensors(tile.sizes, layers, incoming, outgoing, apart, repeats)
         held = largest_holdings(stage, partition.stages, policy)
         load = max(map(found.load, held)) + tile.sizes.buffers
         pixels, labels = network.pixels
@@ -1096,11 +1135,25 @@ class Planner:
         lasting = (2 + policy.optimizer_copies) * network.weight_bytes * weights
         return lasting + self.machine.spread * load
 
+    def _find_stage_tensors(
+        self,
+        tile: TileSizes,
+        layers: range,
+        incoming: frozenset[int],
+        outgoing: frozenset[int],
+        apart: bool,
+        repeats: bool,
+    ) -> StageTensors:
+        return stage_tensors(self.tensors, tile, layers, incoming, outgoing, apart, repeats)
+
     def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> Iterator[np.ndarray]:
         """Yield, for each stage, a quick estimate of the peak of layers a..b-1 in entry [a, b]."""
-        lasting = self.work.ranges.lasting(policy.optimizer_copies)
-        for activations in self._peaks_of(stages, policy):
-            yield lasting + self.machine.spread * max(tile.shares) * activations
+        ranges, share = self.work.ranges, max(tile.shares)
+        lasting = ranges.lasting(policy.optimizer_copies)
+        for stage in range(stages):
+            held = largest_holdings(stage, stages, policy)
+            activations = ranges.load(held, splits(policy.schedule))
+            yield lasting + self.machine.spread * share * activations
 
 
 def _stored(cells: TileCells, n: int, m: int, exchanged: bool) -> int:
@@ -1158,9 +1211,9 @@ _SLOW = 1.25
 _ROUNDED = 1 - 1e-9
 
 
-def _again(layout: MeshLayout) -> int:
-    """Return 1 if a layout without stages computes each forward pass twice, else 0."""
-    return int(layout.recompute == "always" and layout.stages == 1)
+def _forward_passes(layout: MeshLayout) -> int:
+    """Return how often a layout computes the forward pass of a micro-batch."""
+    return 2 if layout.recompute == "always" else 1
 
 
 def _divisors(number: int) -> list[int]:

@@ -184,11 +184,10 @@ def largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]
 
 @lru_cache(1 << 14)
 def _largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]:
-    found: list[Held] = []
-    for one in sorted(holdings(stage, stages, policy), reverse=True):
-        if not any(all(a >= b for a, b in zip(other, one)) for other in found):
-            found.append(one)
-    return frozenset(found)
+    found = list(holdings(stage, stages, policy))
+    numbers = np.array(found, dtype=np.int64)
+    at_least = (numbers[:, None] >= numbers).all(2)  # [i, j]: i holds at least as much as j
+    return frozenset(one for one, others in zip(found, at_least.sum(0)) if others == 1)
 
 
 @dataclass(frozen=True)
@@ -388,15 +387,11 @@ def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
         stages: the number of stages.
         policy: the schedule, recomputation and optimizer.
     """
-    return ranges.lasting(policy.optimizer_copies) + activation_peaks(ranges, stages, policy)
-
-
-def activation_peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
-    """Return :func:`peaks` without the bytes of weights, gradients and optimizer."""
     apart = splits(policy.schedule)
-    return np.stack(
-        [ranges.load(largest_holdings(stage, stages, policy), apart) for stage in range(stages)]
-    )
+    activations = [
+        ranges.load(largest_holdings(stage, stages, policy), apart) for stage in range(stages)
+    ]
+    return ranges.lasting(policy.optimizer_copies) + np.stack(activations)
 
 
 def stage_seconds(

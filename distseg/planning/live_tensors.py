@@ -17,7 +17,6 @@ of real steps.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -427,7 +426,7 @@ class _Walk:
         self.bytes = self.peak = self.postponed = 0.0
         self._sizes: dict[Hashable, float] = {}
         self._kept: dict[int, list[Hashable]] = {}  # by layer: what autograd keeps for it
-        self._holders: Counter[Hashable] = Counter()
+        self._holders: dict[Hashable, int] = {}
         self._made = 0
         sources = {source for number in layers for source in network.reads[number]}
         self._given = {source for source in sources if source <= layers.start} | set(incoming)
@@ -451,16 +450,18 @@ class _Walk:
         return self.network.sizes[number] * (1.0 if owner is None else self.tile.maps[owner])
 
     def _hold(self, key: Hashable, size: float | None = None) -> Hashable:
-        if not self._holders[key]:
-            self._sizes[key] = self._size(key) if size is None else size
-            self.bytes += self._sizes[key]
-        self._holders[key] += 1
-        self._note()
+        holders = self._holders.get(key, 0)
+        self._holders[key] = holders + 1
+        if not holders:
+            self._sizes[key] = size = self._size(key) if size is None else size
+            self.bytes += size
+            self._note()
         return key
 
     def _note(self, more: float = 0.0) -> None:
         """Count ``more`` bytes for a moment."""
-        self.peak = max(self.peak, self.bytes + more)
+        if self.bytes + more > self.peak:
+            self.peak = self.bytes + more
 
     def _drop(self, key: Hashable) -> None:
         self._holders[key] -= 1

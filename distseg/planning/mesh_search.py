@@ -207,11 +207,6 @@ class Work:
         return graph_of(self.model)
 
     @cached_property
-    def ranges(self) -> Ranges:
-        """Tables of the memory of all possible stages, for whole images."""
-        return ranges_of(self.costs)
-
-    @cached_property
     def chained(self) -> bool:
         """True if each layer reads the result of the layer before it."""
         return all(number in reads for number, reads in enumerate(self.costs.inputs))
@@ -497,6 +492,11 @@ class Planner:
         )
 
     @cached_property
+    def ranges(self) -> Ranges:
+        """Tables of the memory of all possible stages, for whole images."""
+        return ranges_of(self.work.costs)
+
+    @cached_property
     def _whole_image(self) -> TileSizes:
         """Sizes of a tile that is the whole image."""
         return TileSizes.whole(len(self.work.costs.layers))
@@ -513,7 +513,8 @@ class Planner:
         """
         other = Planner(replace(self.work, costs=costs), machine, limit)
         other._tile_work, other.tensors = self._tile_work, self.tensors
-        other._stage_tensors = self._stage_tensors
+        other._stage_tensors, other._partition = self._stage_tensors, self._partition
+        other.ranges = self.ranges
         other._longest_window, other._borders = self._longest_window, self._borders
         other._least_part = self._least_part
         return other
@@ -1050,7 +1051,7 @@ class Planner:
         recomputes some micro-batches only.
         """
         seconds, policy = self._seconds_on(on_tile), Policy(recompute=recompute)
-        return stage_seconds(seconds, self.work.ranges, policy, 1)[0]
+        return stage_seconds(seconds, self.ranges, policy, 1)[0]
 
     def _predicted(self, layout: MeshLayout, found: _Stages) -> Prediction:
         """Return the prediction for a layout whose stages are known."""
@@ -1104,7 +1105,7 @@ class Planner:
 
     def _exceeds(self, partition: Partition, policy: Policy, tile: TileWork) -> bool:
         """Return True if some stage exceeds the memory limit; those that hold most come first."""
-        held, full = _held_at_once(partition.stages, policy), self.work.ranges.full
+        held, full = _held_at_once(partition.stages, policy), self.ranges.full
         about = [n * full[part.start, part.stop] for n, part in zip(held, partition.ranges)]
         return any(
             self.machine.base + self._stage_memory(partition, stage, policy, tile) > self.limit
@@ -1148,7 +1149,7 @@ class Planner:
 
     def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> Iterator[np.ndarray]:
         """Yield, for each stage, a quick estimate of the peak of layers a..b-1 in entry [a, b]."""
-        ranges, share = self.work.ranges, max(tile.shares)
+        ranges, share = self.ranges, max(tile.shares)
         lasting = ranges.lasting(policy.optimizer_copies)
         for stage in range(stages):
             held = largest_holdings(stage, stages, policy)

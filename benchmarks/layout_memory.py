@@ -27,7 +27,8 @@ from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.planning.live_bytes import LiveBytes
 from distseg.planning.machine import load_machine
-from distseg.planning.mesh_search import MeshLayout, Planner, Prediction
+from distseg.planning.mesh_layout import MeshLayout, Prediction
+from distseg.planning.mesh_search import Planner
 from distseg.runtime.precision import fast_bf16
 from distseg.tiling.tile_batch import TileBatch
 from distseg.training.verify import prepare

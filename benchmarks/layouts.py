@@ -27,7 +27,8 @@ from distseg.comm.launch import set_up, world
 from distseg.config.settings import Config, DataConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
-from distseg.planning.mesh_search import MeshLayout, Planner
+from distseg.planning.mesh_layout import MeshLayout
+from distseg.planning.mesh_search import Planner
 from distseg.training.verify import prepare
 
 QUESTION = "How near are the planner's seconds of a step to measured ones?"

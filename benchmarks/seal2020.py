@@ -20,7 +20,8 @@ from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import outline_model
 from distseg.planning.machine import Machine, load_machine
-from distseg.planning.mesh_search import MeshLayout, Planner, Prediction
+from distseg.planning.mesh_layout import MeshLayout, Prediction
+from distseg.planning.mesh_search import Planner
 
 QUESTION = "What does the planner say about the trainings of Seal et al. 2020?"
 SIDE, IMAGES, GRID, HALO = 10000, 100, 8, 92  # pixels, images, tiles a side, halo of the slides

@@ -18,7 +18,8 @@ from benchmarks.seal2020 import SIDE, Training
 from distseg.config.sizes import Size
 from distseg.planning.cluster import Cluster
 from distseg.planning.machine import load_machine
-from distseg.planning.mesh_search import MeshLayout, Planner
+from distseg.planning.mesh_layout import MeshLayout
+from distseg.planning.mesh_search import Planner
 from distseg.planning.step_simulation import Noise, SimulatedStep, simulate_step
 from distseg.report.style import PALETTE, new_figure
 

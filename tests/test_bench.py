@@ -31,7 +31,7 @@ from distseg.comm.counted import CountedComm, Traffic
 from distseg.comm.launch import peak_memory, release_freed_memory, reset_peak_memory
 from distseg.config.settings import Config, MeshConfig
 from distseg.config.sizes import Size
-from distseg.planning.mesh_search import MeshLayout
+from distseg.planning.mesh_layout import MeshLayout
 
 CPU = torch.device("cpu")
 ONE = MeshLayout(1, Size("1x1"), 1, "all", 1, "1f1b", "never")

@@ -41,14 +41,8 @@ from distseg.models.zoo import plain_model
 from distseg.planning.layout_pictures import plot_layouts
 from distseg.planning.live_tensors import stage_tensors
 from distseg.planning.machine import NUMBERS, as_profile, load_machine, profile_names
-from distseg.planning.mesh_search import (
-    FAMILIES,
-    MeshLayout,
-    Planner,
-    Prediction,
-    _Found,
-    _held_at_once,
-)
+from distseg.planning.mesh_layout import FAMILIES, MeshLayout, Prediction
+from distseg.planning.mesh_search import Planner, _Found, _held_at_once
 from distseg.planning.rates import Rate, Rates
 from distseg.planning.stage_memory import Policy, largest_holdings
 from distseg.report.style import PALETTE

@@ -15,7 +15,8 @@ from distseg.models.capture.capture import as_network
 from distseg.planning.live_bytes import LiveBytes
 from distseg.planning.live_tensors import TileSizes, stage_tensors, tensors_of
 from distseg.planning.machine import load_machine
-from distseg.planning.mesh_search import MeshLayout, Planner
+from distseg.planning.mesh_layout import MeshLayout
+from distseg.planning.mesh_search import Planner
 from distseg.planning.stage_memory import Held
 from distseg.training.verify import plain_model
 

@@ -24,7 +24,8 @@ from distseg.models.capture.capture import as_network
 from distseg.models.network import check_size, is_flat
 from distseg.models.zoo import plain_model
 from distseg.planning.machine import Machine
-from distseg.planning.mesh_search import MeshLayout, Planner, Prediction
+from distseg.planning.mesh_layout import MeshLayout, Prediction
+from distseg.planning.mesh_search import Planner
 from distseg.training.conflicts import check_norms
 
 _LEAST_CELLS = 6  # cells per dim of a U-Net's smallest feature map

@@ -54,7 +54,8 @@ from distseg.planning.cost import modelled
 from distseg.planning.layout_pictures import plot_layouts
 from distseg.planning.live_tensors import NetworkTensors, tensors_of
 from distseg.planning.machine import Machine, as_profile, load_machine
-from distseg.planning.mesh_search import MeshLayout, Planner, Prediction, Work
+from distseg.planning.mesh_layout import MeshLayout, Prediction, Work
+from distseg.planning.mesh_search import Planner
 from distseg.planning.rates import PRECISIONS as RATED
 from distseg.planning.roofline import CORE, fastest, this_cpu
 from distseg.planning.step_simulation import simulate_step

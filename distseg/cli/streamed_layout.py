@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from distseg.planning.mesh_search import MeshLayout, Planner
+from distseg.planning.mesh_layout import MeshLayout
+from distseg.planning.mesh_search import Planner
 from distseg.planning.pass_times import Modelled, of_tiles
 from distseg.runtime.operations import BackwardTile, ForwardTile, OutputTile
 from distseg.training.programs import StepPrograms

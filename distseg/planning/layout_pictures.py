@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from distseg.planning.mesh_search import FAMILIES, Prediction
+from distseg.planning.mesh_layout import FAMILIES, Prediction
 from distseg.report.style import FAINT, INK, PALETTE, new_figure
 
 _WIDE = 10  # factor between the least and the largest number from which an axis is logarithmic

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from distseg.planning.cluster import Cluster
-from distseg.planning.mesh_search import MeshLayout, Work
+from distseg.planning.mesh_layout import MeshLayout, Work
 from distseg.planning.shared_links import Run, Task, critical_path, replay, simulate
 from distseg.planning.step_tasks import step_tasks
 

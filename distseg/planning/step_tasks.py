@@ -24,7 +24,7 @@ from distseg.comm.halo import copies_to
 from distseg.config.sizes import Size
 from distseg.planning.cluster import Cluster
 from distseg.planning.cost import DTYPES
-from distseg.planning.mesh_search import MeshLayout, Work
+from distseg.planning.mesh_layout import MeshLayout, Work
 from distseg.planning.shared_links import Task
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.operations import Operation, Recompute, Recv, Send

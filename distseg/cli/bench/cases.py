@@ -1,7 +1,7 @@
 """Choose the cases of each kind of measurement: which layout on how many ranks, on which image.
 
 The functions are pure. A case is a layout of the config's training step
-(:class:`distseg.planning.mesh_search.MeshLayout`), so the planner can predict what is measured.
+(:class:`distseg.planning.mesh_layout.MeshLayout`), so the planner can predict what is measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from distseg.cli.bench.layouts import AXES, fixed_ranks, grown_layout, layout_wo
 from distseg.config.settings import MeshConfig, PipelineConfig, SpatialConfig
 from distseg.config.sizes import Size
 from distseg.config.units import many
-from distseg.planning.mesh_search import MeshLayout
+from distseg.planning.mesh_layout import MeshLayout
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from distseg.cli.submit.studies import grown
 from distseg.comm.mesh import MeshShape
 from distseg.config.settings import MeshConfig, PipelineConfig
 from distseg.config.units import many
-from distseg.planning.mesh_search import MeshLayout
+from distseg.planning.mesh_layout import MeshLayout
 from distseg.training.stages import schedule_of
 
 AXES = ("tiles", "samples", "stages")

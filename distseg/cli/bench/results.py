@@ -22,7 +22,7 @@ class Measurement:
         name: the name of the case, unique in its result.
         ranks: number of ranks that worked.
         seconds: the duration of each repeat, until the last rank had finished.
-        layout: the values of a :class:`distseg.planning.mesh_search.MeshLayout` by name.
+        layout: the values of a :class:`distseg.planning.mesh_layout.MeshLayout` by name.
         image: the size of an image, such as ``512x512``.
         pixels: pixels of all images of a step.
         images: number of images of a step.

@@ -217,12 +217,12 @@ def test_windows_of_many_small_tiles_reach_far():
     """Let tiles be so small that a window has several of them on each side."""
     plan = planner(size="512x512")
     tile, halo = 4, plan.work.reach.halo[0]
-    assert plan._longest_window(0, 128) >= tile + 2 * halo > 3 * tile
+    assert plan.grids._longest_window(0, 128) >= tile + 2 * halo > 3 * tile
     largest = max(
         window(one, plan.work.image, plan.work.reach).pixels
         for one in tiles(plan.work.image, (32, 16), plan.work.reach.stride)
     )
-    assert plan.tile_work(Size("32x16"), "all").shares[0] == largest / 512**2
+    assert plan.grids.tile_work(Size("32x16"), "all").shares[0] == largest / 512**2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 12])
@@ -237,7 +237,7 @@ def test_bounds_are_never_above_the_prediction(ranks):
         seconds = plan._predicted(one, found).seconds
         assert least[0] <= least[1] * (1 + 1e-12) and least[1] <= seconds, one
         assert plan._least_of(one, found) <= seconds, one
-        tile = plan.tile_work(one.tiles, one.exchange).sizes
+        tile = plan.grids.tile_work(one.tiles, one.exchange).sizes
         least = plan._least_memory(one), plan._least_memory(one, tile)
         assert max(least) <= found.memory, one
 
@@ -263,7 +263,7 @@ def test_parts_add_up_and_splits_without_messages_divide_the_work():
 def test_halo_messages_go_forward_and_back_in_each_micro_batch():
     plan = planner(at=machine(**{**FREE, "latency": 1e-3}), norm="none")
     one = layout(tiles="1x2", exchange="1")
-    messages = sum(count for _, count in plan.tile_work(one.tiles, "1").halos)
+    messages = sum(count for _, count in plan.grids.tile_work(one.tiles, "1").halos)
     parts = plan.predict(one).parts
     assert messages > 3 and parts["halo messages"] == pytest.approx(2 * 4 * messages * 1e-3)
     assert parts["stages wait"] < 1e-3 * parts["halo messages"]
@@ -287,10 +287,10 @@ def test_the_spread_is_that_of_a_timed_step():
     plan = planner(size="1024x1024", batch=1)
     weights = 4 * 2 * plan.work.parameters
     activations = plan.predict(layout(m=1)).memory - 2 * weights
-    measured = training._spread(plan.tensors, activations * 1.25 + weights)
+    measured = training._spread(plan.grids.tensors, activations * 1.25 + weights)
     assert measured == pytest.approx(1.03 * 1.25, rel=1e-4)
-    assert training._spread(plan.tensors, 0.5 * activations) == 1
-    assert training._spread(planner(size="64x64").tensors, 1e9) == 2
+    assert training._spread(plan.grids.tensors, 0.5 * activations) == 1
+    assert training._spread(planner(size="64x64").grids.tensors, 1e9) == 2
 
 
 def test_the_number_type_counts_in_memory_and_messages():
@@ -309,15 +309,15 @@ def test_the_number_type_counts_in_memory_and_messages():
     exchanged, alone = layout(tiles="1x2", exchange="1"), layout()
 
     def messages(plan: Planner) -> float:
-        return sum(size for size, _ in plan.tile_work(exchanged.tiles, "1").halos)
+        return sum(size for size, _ in plan.grids.tile_work(exchanged.tiles, "1").halos)
 
     assert messages(double) == 2 * messages(single) == 4 * messages(half) > 0
     memory = [p.predict(alone).memory for p in (double, single, half)]
-    labels = 4 * single.tensors.pixels[1]
+    labels = 4 * single.grids.tensors.pixels[1]
     # Indices of poolings and labels stay int64.
     assert memory[0] + labels == pytest.approx(2 * memory[1], rel=3e-2)
     # Weights, gradients, the optimizer, images and the loss remain fp32.
-    fixed = [16 * weights + 4 * sum(plan.tensors.pixels) for plan in (single, half)]
+    fixed = [16 * weights + 4 * sum(plan.grids.tensors.pixels) for plan in (single, half)]
     assert 0.5 < (memory[2] - fixed[1]) / (memory[1] - fixed[0]) < 0.7
     assert notes_on(single.work, machine()) == []
     assert "no FLOP/s of bf16: those of fp32" in notes_on(half.work, machine())[0]
@@ -371,13 +371,13 @@ def test_micro_batches_held_at_once(schedule, recompute):
 
 def test_a_map_with_its_halo_takes_memory_of_its_own():
     plan = planner(batch=2)
-    layers = range(len(plan.tensors.layers))
-    read, exchanged = (plan.tile_work(Size("1x2"), exchange) for exchange in ("level", "1"))
+    layers = range(len(plan.grids.tensors.layers))
+    read, exchanged = (plan.grids.tile_work(Size("1x2"), exchange) for exchange in ("level", "1"))
     points = [n for n, (_, count) in enumerate(exchanged.halos) if count]
     assert points == [n for n, frame in enumerate(exchanged.sizes.frames) if frame]
     without = replace(exchanged.sizes, frames=(0.0,) * len(layers))
     more, less = (
-        stage_tensors(plan.tensors, sizes, layers, (), (), False)
+        stage_tensors(plan.grids.tensors, sizes, layers, (), (), False)
         for sizes in (exchanged.sizes, without)
     )
     assert more.full > less.full and more.working > less.working
@@ -390,9 +390,9 @@ def test_windows_cost_their_pixels_and_exchange_spares_them():
         window(tile, plan.work.image, plan.work.reach).pixels
         for tile in tiles(plan.work.image, (3, 4), plan.work.reach.stride)
     )
-    read = plan.tile_work(Size("3x4"), "all")
+    read = plan.grids.tile_work(Size("3x4"), "all")
     assert set(read.shares) == {largest / math.prod(plan.work.image)}
-    exchanged = plan.tile_work(Size("3x4"), "1")
+    exchanged = plan.grids.tile_work(Size("3x4"), "1")
     assert max(exchanged.shares) < read.shares[0]
     assert sum(size for size, _ in exchanged.halos) > 0 == sum(size for size, _ in read.halos)
     # An inner tile of a 3x4 grid has eight neighbours.
@@ -404,7 +404,8 @@ def test_a_halo_message_has_the_cells_around_the_tile(tiles, cells):
     plan = planner(norm="none")
     halos = dict(
         zip(
-            (layer.name for layer in plan.work.costs.layers), plan.tile_work(Size(tiles), "1").halos
+            (layer.name for layer in plan.work.costs.layers),
+            plan.grids.tile_work(Size(tiles), "1").halos,
         )
     )
     assert halos["enc0_conv0"][0] == cells * 3 * 4  # 3 bands of 4 bytes

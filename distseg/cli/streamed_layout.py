@@ -27,7 +27,7 @@ def streamed_seconds(programs: StepPrograms, planner: Planner, layout: MeshLayou
         ValueError: tiles cannot be streamed with these settings or this much memory.
     """
     work, machine = planner.work, planner.machine
-    found = programs.streamed(planner.slowest_tile(layout.tiles), 0)
+    found = programs.streamed(planner.grids.slowest_tile(layout.tiles), 0)
     program = [*found.extra_forward, *found.step]
     modelled = Modelled(work.costs, math.prod(work.image))
     passes = of_tiles(modelled, found.executor, work.image, program, found.plans)

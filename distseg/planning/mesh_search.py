@@ -24,50 +24,22 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from distseg.config.sizes import Size
 from distseg.planning.balance import split_within, starts_of
 from distseg.planning.cost import Costs, Seconds
-from distseg.planning.live_tensors import (
-    NetworkTensors,
-    StageTensors,
-    TileSizes,
-    stage_tensors,
-    tensors_of,
-)
+from distseg.planning.live_tensors import StageTensors, TileSizes, stage_tensors
 from distseg.planning.machine import Machine
 from distseg.planning.mesh_layout import EXCHANGES, MeshLayout, Prediction, Work
 from distseg.planning.pass_times import Modelled, StagePasses
 from distseg.planning.pipeline_bounds import PipelineTimes
 from distseg.planning.stage_memory import Policy, Ranges, largest_holdings, ranges_of, stage_seconds
+from distseg.planning.tile_grids import TileGrids, TileWork
 from distseg.runtime.partition import Partition
 from distseg.runtime.schedule import orders, splits
 from distseg.runtime.simulator import Simulation
 from distseg.runtime.spans import Span
-from distseg.tiling.layout import TileBorders, TileCells, exchange_points
-from distseg.tiling.tile import Box, ReceptiveField, factorings, split, window
 
-# How many grids with the same number of tiles are tried. The first ones have the smallest windows.
-_GRIDS = 2
 # Bytes of the moments (count, mean, sum of squares) of one channel in float64.
 _MOMENTS = 3 * 8
-
-
-@dataclass(frozen=True, eq=False)
-class TileWork:
-    """Work of the slowest tile of a grid for a micro-batch.
-
-    Grids that differ in the order of equal dims share one object.
-
-    Attributes:
-        shares: for each layer, the number of cells that the tile computes, as a fraction of the
-            cells of the whole feature map.
-        halos: for each layer, (bytes, number) of the halo messages before its forward pass.
-        sizes: how large the tile's tensors are.
-    """
-
-    shares: tuple[float, ...]
-    halos: tuple[tuple[float, int], ...]
-    sizes: TileSizes
 
 
 @dataclass(frozen=True)
@@ -294,14 +266,9 @@ class Planner:
     """
 
     def __init__(self, work: Work, machine: Machine, limit: float | None = None):
-        self.work, self.machine = work, machine
+        self.work, self.machine, self.grids = work, machine, TileGrids(work)
         self.limit = machine.memory if limit is None else limit
-        self._tile_work = lru_cache(None)(self._find_tile_work)
         self._seconds_on = lru_cache(None)(self._find_seconds_on)
-        self._longest_window = lru_cache(None)(self._find_longest_window)
-        self._borders = lru_cache(None)(self._find_borders)
-        self._exchange_points = lru_cache(None)(self._find_exchange_points)
-        self._least_part = lru_cache(None)(self._find_least_part)
         self._fastest_split = lru_cache(None)(self._find_fastest_split)
         self._cut_on = lru_cache(None)(self._find_cut)
         self._partition = lru_cache(None)(lambda balance: work.partitioner.cut(balance))
@@ -310,22 +277,9 @@ class Planner:
         self._stage_seconds = lru_cache(_MESHES)(self._find_stage_seconds)
 
     @cached_property
-    def tensors(self) -> NetworkTensors:
-        """Tensors of the network for a micro-batch of whole images."""
-        work = self.work
-        return tensors_of(
-            work.model, work.image, work.images, work.precision, work.channels_last, work.loss
-        )
-
-    @cached_property
     def ranges(self) -> Ranges:
         """Tables of the memory of all possible stages, for whole images."""
         return ranges_of(self.work.costs)
-
-    @cached_property
-    def _whole_image(self) -> TileSizes:
-        """Sizes of a tile that is the whole image."""
-        return TileSizes.whole(len(self.work.costs.layers))
 
     def on(self, machine: Machine, costs: Costs, limit: float | None = None) -> Planner:
         """Return a planner of the same step on another machine.
@@ -338,11 +292,8 @@ class Planner:
             limit: bytes that a rank may take; the machine's memory by default.
         """
         other = Planner(replace(self.work, costs=costs), machine, limit)
-        other._tile_work, other.tensors = self._tile_work, self.tensors
+        other.grids, other.ranges = self.grids, self.ranges
         other._stage_tensors, other._partition = self._stage_tensors, self._partition
-        other.ranges = self.ranges
-        other._longest_window, other._borders = self._longest_window, self._borders
-        other._least_part = self._least_part
         return other
 
     def best(self, ranks: int, sizes: Collection[tuple[int, ...]] = ()) -> list[Prediction]:
@@ -384,7 +335,7 @@ class Planner:
             elif layout.stages > 1 and self._least_memory(layout, one.tile) > self.limit:
                 add_again(one)
             elif one.tile is None:
-                tile = self.tile_work(layout.tiles, layout.exchange).sizes
+                tile = self.grids.tile_work(layout.tiles, layout.exchange).sizes
                 heappush(queue, replace(one, least=self.least_seconds(layout), tile=tile))
             elif layout.stages > 1 and not one.split:
                 heappush(queue, replace(one, least=self._least_of_split(layout), split=True))
@@ -441,7 +392,7 @@ class Planner:
             for stages in _divisors(ranks // samples):
                 if stages > len(work.costs.layers):
                     continue
-                for grid in self._grids(ranks // samples // stages, sizes):
+                for grid in self.grids.fitting(ranks // samples // stages, sizes):
                     for exchange in EXCHANGES if grid.volume > 1 else EXCHANGES[:1]:
                         for schedule in self._schedules(stages):
                             for recompute in ("never", "always"):
@@ -460,119 +411,9 @@ class Planner:
             return ("1f1b",)
         return ("gpipe", "1f1b", "zb-h1") if self.work.loss.linear else ("gpipe",)
 
-    def _grids(self, count: int, sizes: Collection[tuple[int, ...]]) -> list[Size]:
-        """Return the few best grids of ``count`` tiles that fit all images, best first.
-
-        The best grid is the one whose largest window has the fewest cells.
-        """
-        images = (self.work.image, *sizes)
-        most = [
-            min(-(-n // s) for n in along) for *along, s in zip(*images, self.work.reach.stride)
-        ]
-        found = [
-            Size(grid)
-            for grid in factorings(count, len(most))
-            if all(g <= cells for g, cells in zip(grid, most))
-        ]
-        found.sort(key=self._largest_window)
-        return found[:_GRIDS]
-
-    def _largest_window(self, grid: Size) -> int:
-        """Return the number of pixels of the largest window of a grid.
-
-        The window of a tile is the product of its windows along each dim.
-        """
-        return math.prod(self._longest_window(dim, parts) for dim, parts in enumerate(grid))
-
-    def _find_longest_window(self, dim: int, parts: int) -> int:
-        """Return the pixels of the longest window along a dim with ``parts`` tiles."""
-        n, reach = self.work.image[dim], self.work.reach
-        along = ReceptiveField((reach.halo[dim],), (reach.stride[dim],))
-        return max(
-            window(Box((a,), (b,)), (n,), along).pixels for a, b in split(n, parts, *along.stride)
-        )
-
-    def tile_work(self, grid: Size, exchange: str) -> TileWork:
-        """Return the work of the slowest tile of a grid, for one way to exchange halos."""
-        along: dict[int, list[int]] = {}
-        for dim, parts in sorted(zip(self._dims_alike, grid)):
-            along.setdefault(dim, []).append(parts)
-        return self._tile_work(Size(along[dim].pop(0) for dim in self._dims_alike), exchange)
-
-    def _find_tile_work(self, grid: Size, exchange: str) -> TileWork:
-        work, layers = self.work, len(self.work.costs.layers)
-        none = ((0.0, 0),) * layers
-        if grid.volume == 1:
-            return TileWork((1.0,) * layers, none, self._whole_image)
-        tiles = [self._borders(dim, parts) for dim, parts in enumerate(grid)]
-        beyond = frozenset().union(*(tile.reads_beyond for tile in tiles))
-        points = self._exchange_points(beyond, exchange)
-        shares, halos, stored, frames = [], list(none), [0.0], [0.0] * layers
-        read, cut = [0.0] * layers, [False] * layers
-        pool: dict[int, int] = {}  # the number of halo messages by the size of their buffers
-        for number, along in enumerate(zip(*(tile.cells(points) for tile in tiles))):
-            source = work.graph[number].first
-            before, after = (
-                max(1, math.prod(tile.maps[m][0] for tile in tiles)) for m in (source, number + 1)
-            )
-            shares.append(math.prod(dim.output for dim in along) / after)
-            if source == 0:
-                stored[0] = max(stored[0], math.prod(dim.held for dim in along) / before)
-            fuses = self.tensors.layers[number].fuses
-            made = math.prod(
-                _stored(dim, tile.maps[source][0], tile.maps[number + 1][0], number in points)
-                for dim, tile in zip(along, tiles)
-            )
-            stored.append(made / after)
-            cut[number] = made > math.prod(dim.output for dim in along)
-            needed, held = (math.prod(each) for each in zip(*((d.input, d.held) for d in along)))
-            if needed < held and number not in points:
-                read[number] = needed / before
-            if number in points:
-                frames[number] = math.prod(_framed(dim, fuses) for dim in along) / before
-                arrive = math.prod(dim.input for dim in along) - math.prod(dim.had for dim in along)
-                size = self.work.bytes_of(source) / before * arrive
-                messages = math.prod(min(3, g) for g in grid) - 1
-                halos[number] = (size, messages)
-                sides = (messages + 1) // 2  # The other messages are those of corners.
-                buffer = 1 << max(0, math.ceil(size / sides) - 1).bit_length()
-                pool[buffer] = max(pool.get(buffer, 0), sides)
-        buffers = _POOLED * sum(size * count for size, count in pool.items())
-        lengths = (
-            max(b - a for a, b in split(n, parts, stride))
-            for n, parts, stride in zip(work.image, grid, work.reach.stride)
-        )
-        owned = math.prod(lengths) / math.prod(work.image)
-        sizes = TileSizes(tuple(stored), tuple(frames), tuple(read), tuple(cut), owned, buffers)
-        if exchange == "all":
-            shares = [self._largest_window(grid) / math.prod(work.image)] * layers
-        return TileWork(tuple(shares), tuple(halos), sizes)
-
-    def _find_exchange_points(self, beyond: frozenset[int], exchange: str) -> frozenset[int]:
-        return frozenset(exchange_points(self.work.graph, beyond, exchange))
-
-    def _find_borders(self, dim: int, parts: int) -> TileBorders:
-        """Return the borders of the slowest one of ``parts`` tiles along a dim."""
-        if (alike := self._dims_alike[dim]) != dim:
-            return self._borders(alike, parts)
-        n, stride = self.work.image[dim], self.work.reach.stride[dim]
-        ends = [b for _, b in split(n, parts, stride)]
-        every = TileBorders.of_image(self.work.graph, dim, n, [0, *ends])
-        return every.only(_largest(every.maps[0][1]))
-
-    @cached_property
-    def _dims_alike(self) -> list[int]:
-        """For each dim, the first dim with the same image size, stride and layers."""
-        dims, graph = range(len(self.work.image)), self.work.graph
-        facts = [
-            (self.work.image[dim], self.work.reach.stride[dim], [node.along(dim) for node in graph])
-            for dim in dims
-        ]
-        return [facts.index(fact) for fact in facts]
-
     def _layers_on_tile(self, layout: MeshLayout) -> _LayersOnTile:
         return _LayersOnTile(
-            self.tile_work(layout.tiles, layout.exchange),
+            self.grids.tile_work(layout.tiles, layout.exchange),
             layout.tiles.volume * layout.stages,
             self._norm_seconds(layout),
         )
@@ -613,9 +454,9 @@ class Planner:
         It assumes that the slowest tile of the grid is as small as the smallest tile can be, and
         that halos take no time to send.
         """
-        share, layers = self._least_share(layout.tiles), len(self.work.costs.layers)
+        share, layers = self.grids.least_share(layout.tiles), len(self.work.costs.layers)
         if layout.exchange == "all":
-            share = self._largest_window(layout.tiles) / math.prod(self.work.image)
+            share = self.grids.largest_window(layout.tiles) / math.prod(self.work.image)
         forward, backward, longest = self._totals
         besides = layers * self.machine.call + len(self.work.norms) * self._norm_seconds(layout)
         return self._least(
@@ -695,30 +536,6 @@ class Planner:
         norms = 2 * layout.micro_batches * len(self.work.norms) * self._norm_seconds(layout)
         return norms + sum(self._after(layout, weights))
 
-    def slowest_tile(self, grid: Size) -> int:
-        """Return the number of the slowest tile of a grid, in row-major order."""
-        number, image = 0, self.work.image
-        for n, parts, stride in zip(image, grid, self.work.reach.stride):
-            ends = [b for _, b in split(n, parts, stride)]
-            number = number * parts + _largest([0, *ends])
-        return number
-
-    def _least_share(self, grid: Size) -> float:
-        """Return a lower bound of the cells of a grid's slowest tile, as a fraction of the image's.
-
-        The bound holds for the feature maps of all layers.
-        """
-        return math.prod(self._least_part(dim, parts) for dim, parts in enumerate(grid))
-
-    def _find_least_part(self, dim: int, parts: int) -> float:
-        """Return the share of :meth:`_least_share` along one dim."""
-        if parts == 1:
-            return 1.0
-        n, stride = self.work.image[dim], self.work.reach.stride[dim]
-        ranges = split(n, parts, stride)
-        a, b = ranges[_largest([0, *(b for _, b in ranges)])]
-        return (b - a) // stride * stride / (n + stride)
-
     def _least_memory(self, layout: MeshLayout, tile: TileSizes | None = None) -> float:
         """Return a lower bound of the bytes of the rank with the highest peak.
 
@@ -735,10 +552,10 @@ class Planner:
         held = _held_at_once(layout.stages, self._policy(layout))
         share = 1.0
         if tile is None:
-            tile = self._whole_image
-            share = self._least_share(layout.tiles)
+            tile = self.grids.whole_image
+            share = self.grids.least_share(layout.tiles)
         one, every = self._kept_on(tile, share)
-        lasting = (2 + self.work.copies) * self.tensors.weight_bytes * self.work.parameters
+        lasting = (2 + self.work.copies) * self.grids.tensors.weight_bytes * self.work.parameters
         whole = (every + lasting / max(held)) / sum(1 / count for count in held)
         return self.machine.base + _ROUNDED * max(whole, one)
 
@@ -749,7 +566,7 @@ class Planner:
             tile: the sizes of feature maps.
             share: a factor on them.
         """
-        network, spread = self.tensors, self.machine.spread * share
+        network, spread = self.grids.tensors, self.machine.spread * share
         least = network.least_of_layers(tile)
         per_weight = (2 + self.work.copies) * network.weight_bytes
         one = max(
@@ -882,7 +699,7 @@ class Planner:
     def _predicted(self, layout: MeshLayout, found: _Stages) -> Prediction:
         """Return the prediction for a layout whose stages are known."""
         work, machine = self.work, self.machine
-        tile = self.tile_work(layout.tiles, layout.exchange)
+        tile = self.grids.tile_work(layout.tiles, layout.exchange)
         neighbours = layout.tiles.volume * layout.stages
         span, busiest = found.simulated
         m, ideal = layout.micro_batches, (1 / layout.tiles.volume,) * len(tile.shares)
@@ -942,7 +759,7 @@ class Planner:
         self, partition: Partition, stage: int, policy: Policy, tile: TileWork
     ) -> float:
         """Return the bytes of the rank of a stage, besides those that every process takes."""
-        network, layers = self.tensors, partition.ranges[stage]
+        network, layers = self.grids.tensors, partition.ranges[stage]
         incoming = frozenset(edge.map for edge in partition.incoming(stage))
         outgoing = frozenset(edge.map for edge in partition.outgoing(stage))
         apart = partition.stages > 1 and splits(policy.schedule)
@@ -971,7 +788,7 @@ class Planner:
         apart: bool,
         repeats: bool,
     ) -> StageTensors:
-        return stage_tensors(self.tensors, tile, layers, incoming, outgoing, apart, repeats)
+        return stage_tensors(self.grids.tensors, tile, layers, incoming, outgoing, apart, repeats)
 
     def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> Iterator[np.ndarray]:
         """Yield, for each stage, a quick estimate of the peak of layers a..b-1 in entry [a, b]."""
@@ -981,35 +798,6 @@ class Planner:
             held = largest_holdings(stage, stages, policy)
             activations = ranges.load(held, splits(policy.schedule))
             yield lasting + self.machine.spread * share * activations
-
-
-def _stored(cells: TileCells, n: int, m: int, exchanged: bool) -> int:
-    """Return the cells along a dim of the tensor in whose memory a layer's result lies.
-
-    A convolution whose input needs padding on one side only pads both sides, and an up-sampling
-    repeats whole cells; the result is then a part of what the kernel has computed.
-
-    Args:
-        cells: the cells that the tile reads and computes along the dim.
-        n, m: the cells of the whole input and of the whole result.
-        exchanged: True if the tile receives the padding together with a halo.
-    """
-    most = max(cells.output, -(-cells.input * m // n)) if m > n else cells.output
-    return most + (0 if exchanged or m > n else abs(cells.before - cells.after))
-
-
-def _framed(cells: TileCells, fuses: bool) -> int:
-    """Return the cells along a dim of a layer's input with its halo.
-
-    The exchange adds the padding as well, except where a convolution's kernel pads both sides.
-
-    Args:
-        cells: the cells that the tile reads and computes along the dim.
-        fuses: True if the layer is a convolution that is computed together with the exchange.
-    """
-    if fuses and cells.before == cells.after:
-        return cells.input
-    return cells.input + cells.before + cells.after
 
 
 def _held_at_once(stages: int, policy: Policy) -> list[int]:
@@ -1023,9 +811,6 @@ def _held_at_once(stages: int, policy: Policy) -> list[int]:
 
 
 _TRIES = 6  # limits that Planner tries until the stages of a layout fit
-# Buffers that a rank keeps for each halo message of a layer: to send and to receive, while those of
-# the layer before are still under way.
-_POOLED = 4
 # Tables of float64 with a number for each image of a step and each partial sum of the loss: the
 # sums, the loss gradient, and their copies.
 _TABLES = 4
@@ -1045,17 +830,3 @@ def _forward_passes(layout: MeshLayout) -> int:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _largest(borders: Sequence[int]) -> int:
-    """Return the index of the longest tile along a dim.
-
-    If the dim has more than two tiles, only the inner tiles are considered, because they have a
-    halo on both sides.
-
-    Args:
-        borders: the positions of tile borders, from 0 to the size of the image.
-    """
-    lengths = [b - a for a, b in zip(borders, borders[1:])]
-    inner = range(1, len(lengths) - 1) if len(lengths) > 2 else range(len(lengths))
-    return max(inner, key=lambda i: lengths[i])

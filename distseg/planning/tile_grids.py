@@ -1,0 +1,247 @@
+"""Find grids of tiles that fit images, and the work of the slowest tile of a grid.
+
+None of it depends on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from distseg.config.sizes import Size
+from distseg.planning.live_tensors import NetworkTensors, TileSizes, tensors_of
+from distseg.planning.mesh_layout import Work
+from distseg.tiling.layout import TileBorders, TileCells, exchange_points
+from distseg.tiling.tile import Box, ReceptiveField, factorings, split, window
+
+# How many grids with the same number of tiles are tried. The first ones have the smallest windows.
+_GRIDS = 2
+# Buffers that a rank keeps for each halo message of a layer: to send and to receive, while those of
+# the layer before are still under way.
+_POOLED = 4
+
+
+@dataclass(frozen=True, eq=False)
+class TileWork:
+    """Work of the slowest tile of a grid for a micro-batch.
+
+    Grids that differ in the order of equal dims share one object.
+
+    Attributes:
+        shares: for each layer, the number of cells that the tile computes, as a fraction of the
+            cells of the whole feature map.
+        halos: for each layer, (bytes, number) of the halo messages before its forward pass.
+        sizes: how large the tile's tensors are.
+    """
+
+    shares: tuple[float, ...]
+    halos: tuple[tuple[float, int], ...]
+    sizes: TileSizes
+
+
+class TileGrids:
+    """Grids of tiles for the images of a step.
+
+    Args:
+        work: the step.
+    """
+
+    def __init__(self, work: Work):
+        self.work = work
+        self._tile_work = lru_cache(None)(self._find_tile_work)
+        self._longest_window = lru_cache(None)(self._find_longest_window)
+        self._borders = lru_cache(None)(self._find_borders)
+        self._exchange_points = lru_cache(None)(self._find_exchange_points)
+        self._least_part = lru_cache(None)(self._find_least_part)
+
+    @cached_property
+    def tensors(self) -> NetworkTensors:
+        """Tensors of the network for a micro-batch of whole images."""
+        work = self.work
+        return tensors_of(
+            work.model, work.image, work.images, work.precision, work.channels_last, work.loss
+        )
+
+    @cached_property
+    def whole_image(self) -> TileSizes:
+        """Sizes of a tile that is the whole image."""
+        return TileSizes.whole(len(self.work.costs.layers))
+
+    def fitting(self, count: int, sizes: Collection[tuple[int, ...]]) -> list[Size]:
+        """Return the few best grids of ``count`` tiles that fit all images, best first.
+
+        The best grid is the one whose largest window has the fewest cells.
+        """
+        images = (self.work.image, *sizes)
+        most = [
+            min(-(-n // s) for n in along) for *along, s in zip(*images, self.work.reach.stride)
+        ]
+        found = [
+            Size(grid)
+            for grid in factorings(count, len(most))
+            if all(g <= cells for g, cells in zip(grid, most))
+        ]
+        found.sort(key=self.largest_window)
+        return found[:_GRIDS]
+
+    def largest_window(self, grid: Size) -> int:
+        """Return the number of pixels of the largest window of a grid.
+
+        The window of a tile is the product of its windows along each dim.
+        """
+        return math.prod(self._longest_window(dim, parts) for dim, parts in enumerate(grid))
+
+    def _find_longest_window(self, dim: int, parts: int) -> int:
+        """Return the pixels of the longest window along a dim with ``parts`` tiles."""
+        n, reach = self.work.image[dim], self.work.reach
+        along = ReceptiveField((reach.halo[dim],), (reach.stride[dim],))
+        return max(
+            window(Box((a,), (b,)), (n,), along).pixels for a, b in split(n, parts, *along.stride)
+        )
+
+    def tile_work(self, grid: Size, exchange: str) -> TileWork:
+        """Return the work of the slowest tile of a grid, for one way to exchange halos."""
+        along: dict[int, list[int]] = {}
+        for dim, parts in sorted(zip(self._dims_alike, grid)):
+            along.setdefault(dim, []).append(parts)
+        return self._tile_work(Size(along[dim].pop(0) for dim in self._dims_alike), exchange)
+
+    def _find_tile_work(self, grid: Size, exchange: str) -> TileWork:
+        work, layers = self.work, len(self.work.costs.layers)
+        none = ((0.0, 0),) * layers
+        if grid.volume == 1:
+            return TileWork((1.0,) * layers, none, self.whole_image)
+        tiles = [self._borders(dim, parts) for dim, parts in enumerate(grid)]
+        beyond = frozenset().union(*(tile.reads_beyond for tile in tiles))
+        points = self._exchange_points(beyond, exchange)
+        shares, halos, stored, frames = [], list(none), [0.0], [0.0] * layers
+        read, cut = [0.0] * layers, [False] * layers
+        pool: dict[int, int] = {}  # the number of halo messages by the size of their buffers
+        for number, along in enumerate(zip(*(tile.cells(points) for tile in tiles))):
+            source = work.graph[number].first
+            before, after = (
+                max(1, math.prod(tile.maps[m][0] for tile in tiles)) for m in (source, number + 1)
+            )
+            shares.append(math.prod(dim.output for dim in along) / after)
+            if source == 0:
+                stored[0] = max(stored[0], math.prod(dim.held for dim in along) / before)
+            fuses = self.tensors.layers[number].fuses
+            made = math.prod(
+                _stored(dim, tile.maps[source][0], tile.maps[number + 1][0], number in points)
+                for dim, tile in zip(along, tiles)
+            )
+            stored.append(made / after)
+            cut[number] = made > math.prod(dim.output for dim in along)
+            needed, held = (math.prod(each) for each in zip(*((d.input, d.held) for d in along)))
+            if needed < held and number not in points:
+                read[number] = needed / before
+            if number in points:
+                frames[number] = math.prod(_framed(dim, fuses) for dim in along) / before
+                arrive = math.prod(dim.input for dim in along) - math.prod(dim.had for dim in along)
+                size = self.work.bytes_of(source) / before * arrive
+                messages = math.prod(min(3, g) for g in grid) - 1
+                halos[number] = (size, messages)
+                sides = (messages + 1) // 2  # The other messages are those of corners.
+                buffer = 1 << max(0, math.ceil(size / sides) - 1).bit_length()
+                pool[buffer] = max(pool.get(buffer, 0), sides)
+        buffers = _POOLED * sum(size * count for size, count in pool.items())
+        lengths = (
+            max(b - a for a, b in split(n, parts, stride))
+            for n, parts, stride in zip(work.image, grid, work.reach.stride)
+        )
+        owned = math.prod(lengths) / math.prod(work.image)
+        sizes = TileSizes(tuple(stored), tuple(frames), tuple(read), tuple(cut), owned, buffers)
+        if exchange == "all":
+            shares = [self.largest_window(grid) / math.prod(work.image)] * layers
+        return TileWork(tuple(shares), tuple(halos), sizes)
+
+    def _find_exchange_points(self, beyond: frozenset[int], exchange: str) -> frozenset[int]:
+        return frozenset(exchange_points(self.work.graph, beyond, exchange))
+
+    def _find_borders(self, dim: int, parts: int) -> TileBorders:
+        """Return the borders of the slowest one of ``parts`` tiles along a dim."""
+        if (alike := self._dims_alike[dim]) != dim:
+            return self._borders(alike, parts)
+        n, stride = self.work.image[dim], self.work.reach.stride[dim]
+        ends = [b for _, b in split(n, parts, stride)]
+        every = TileBorders.of_image(self.work.graph, dim, n, [0, *ends])
+        return every.only(_largest(every.maps[0][1]))
+
+    @cached_property
+    def _dims_alike(self) -> list[int]:
+        """For each dim, the first dim with the same image size, stride and layers."""
+        dims, graph = range(len(self.work.image)), self.work.graph
+        facts = [
+            (self.work.image[dim], self.work.reach.stride[dim], [node.along(dim) for node in graph])
+            for dim in dims
+        ]
+        return [facts.index(fact) for fact in facts]
+
+    def slowest_tile(self, grid: Size) -> int:
+        """Return the number of the slowest tile of a grid, in row-major order."""
+        number, image = 0, self.work.image
+        for n, parts, stride in zip(image, grid, self.work.reach.stride):
+            ends = [b for _, b in split(n, parts, stride)]
+            number = number * parts + _largest([0, *ends])
+        return number
+
+    def least_share(self, grid: Size) -> float:
+        """Return a lower bound of the cells of a grid's slowest tile, as a fraction of the image's.
+
+        The bound holds for the feature maps of all layers.
+        """
+        return math.prod(self._least_part(dim, parts) for dim, parts in enumerate(grid))
+
+    def _find_least_part(self, dim: int, parts: int) -> float:
+        """Return the share of :meth:`least_share` along one dim."""
+        if parts == 1:
+            return 1.0
+        n, stride = self.work.image[dim], self.work.reach.stride[dim]
+        ranges = split(n, parts, stride)
+        a, b = ranges[_largest([0, *(b for _, b in ranges)])]
+        return (b - a) // stride * stride / (n + stride)
+
+
+def _stored(cells: TileCells, n: int, m: int, exchanged: bool) -> int:
+    """Return the cells along a dim of the tensor in whose memory a layer's result lies.
+
+    A convolution whose input needs padding on one side only pads both sides, and an up-sampling
+    repeats whole cells; the result is then a part of what the kernel has computed.
+
+    Args:
+        cells: the cells that the tile reads and computes along the dim.
+        n, m: the cells of the whole input and of the whole result.
+        exchanged: True if the tile receives the padding together with a halo.
+    """
+    most = max(cells.output, -(-cells.input * m // n)) if m > n else cells.output
+    return most + (0 if exchanged or m > n else abs(cells.before - cells.after))
+
+
+def _framed(cells: TileCells, fuses: bool) -> int:
+    """Return the cells along a dim of a layer's input with its halo.
+
+    The exchange adds the padding as well, except where a convolution's kernel pads both sides.
+
+    Args:
+        cells: the cells that the tile reads and computes along the dim.
+        fuses: True if the layer is a convolution that is computed together with the exchange.
+    """
+    if fuses and cells.before == cells.after:
+        return cells.input
+    return cells.input + cells.before + cells.after
+
+
+def _largest(borders: Sequence[int]) -> int:
+    """Return the index of the longest tile along a dim.
+
+    If the dim has more than two tiles, only the inner tiles are considered, because they have a
+    halo on both sides.
+
+    Args:
+        borders: the positions of tile borders, from 0 to the size of the image.
+    """
+    lengths = [b - a for a, b in zip(borders, borders[1:])]
+    inner = range(1, len(lengths) - 1) if len(lengths) > 2 else range(len(lengths))
+    return max(inner, key=lambda i: lengths[i])

@@ -42,7 +42,8 @@ from distseg.planning.layout_pictures import plot_layouts
 from distseg.planning.live_tensors import stage_tensors
 from distseg.planning.machine import NUMBERS, as_profile, load_machine, profile_names
 from distseg.planning.mesh_layout import FAMILIES, MeshLayout, Prediction
-from distseg.planning.mesh_search import Planner, _Found, _held_at_once
+from distseg.planning.mesh_search import Planner, _Found
+from distseg.planning.rank_memory import held_at_once
 from distseg.planning.rates import Rate, Rates
 from distseg.planning.stage_memory import Policy, largest_holdings
 from distseg.report.style import PALETTE
@@ -238,7 +239,7 @@ def test_bounds_are_never_above_the_prediction(ranks):
         assert least[0] <= least[1] * (1 + 1e-12) and least[1] <= seconds, one
         assert plan._least_of(one, found) <= seconds, one
         tile = plan.grids.tile_work(one.tiles, one.exchange).sizes
-        least = plan._least_memory(one), plan._least_memory(one, tile)
+        least = plan.least_memory(one), plan.least_memory(one, tile)
         assert max(least) <= found.memory, one
 
 
@@ -359,11 +360,11 @@ def test_an_open_number_type_is_the_fastest_that_was_measured(tmp_path, given, f
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_micro_batches_held_at_once(schedule, recompute):
+def test_micro_batchesheld_at_once(schedule, recompute):
     for stages in (1, 2, 5):
         for m in (1, 3, 12):
             policy = Policy(m, schedule, recompute)
-            assert _held_at_once(stages, policy) == [
+            assert held_at_once(stages, policy) == [
                 max(held.full for held in largest_holdings(stage, stages, policy))
                 for stage in range(stages)
             ]

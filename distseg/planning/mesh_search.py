@@ -26,12 +26,13 @@ import numpy as np
 
 from distseg.planning.balance import split_within, starts_of
 from distseg.planning.cost import Costs, Seconds
-from distseg.planning.live_tensors import StageTensors, TileSizes, stage_tensors
+from distseg.planning.live_tensors import TileSizes
 from distseg.planning.machine import Machine
 from distseg.planning.mesh_layout import EXCHANGES, MeshLayout, Prediction, Work
 from distseg.planning.pass_times import Modelled, StagePasses
 from distseg.planning.pipeline_bounds import PipelineTimes
-from distseg.planning.stage_memory import Policy, Ranges, largest_holdings, ranges_of, stage_seconds
+from distseg.planning.rank_memory import RankMemory
+from distseg.planning.stage_memory import Policy, stage_seconds
 from distseg.planning.tile_grids import TileGrids, TileWork
 from distseg.runtime.partition import Partition
 from distseg.runtime.schedule import orders, splits
@@ -267,19 +268,13 @@ class Planner:
 
     def __init__(self, work: Work, machine: Machine, limit: float | None = None):
         self.work, self.machine, self.grids = work, machine, TileGrids(work)
+        self._memory = RankMemory(self.grids, machine)
         self.limit = machine.memory if limit is None else limit
         self._seconds_on = lru_cache(None)(self._find_seconds_on)
         self._fastest_split = lru_cache(None)(self._find_fastest_split)
         self._cut_on = lru_cache(None)(self._find_cut)
         self._partition = lru_cache(None)(lambda balance: work.partitioner.cut(balance))
-        self._stage_tensors = lru_cache(None)(self._find_stage_tensors)
-        self._kept_on = lru_cache(_MESHES)(self._find_kept_on)
         self._stage_seconds = lru_cache(_MESHES)(self._find_stage_seconds)
-
-    @cached_property
-    def ranges(self) -> Ranges:
-        """Tables of the memory of all possible stages, for whole images."""
-        return ranges_of(self.work.costs)
 
     def on(self, machine: Machine, costs: Costs, limit: float | None = None) -> Planner:
         """Return a planner of the same step on another machine.
@@ -292,8 +287,8 @@ class Planner:
             limit: bytes that a rank may take; the machine's memory by default.
         """
         other = Planner(replace(self.work, costs=costs), machine, limit)
-        other.grids, other.ranges = self.grids, self.ranges
-        other._stage_tensors, other._partition = self._stage_tensors, self._partition
+        other.grids, other._partition = self.grids, self._partition
+        other._memory = self._memory.on(machine)
         return other
 
     def best(self, ranks: int, sizes: Collection[tuple[int, ...]] = ()) -> list[Prediction]:
@@ -332,7 +327,7 @@ class Planner:
                 continue
             if one.stages is not None:
                 found.add(self._predicted(layout, one.stages), one.place)
-            elif layout.stages > 1 and self._least_memory(layout, one.tile) > self.limit:
+            elif layout.stages > 1 and self.least_memory(layout, one.tile) > self.limit:
                 add_again(one)
             elif one.tile is None:
                 tile = self.grids.tile_work(layout.tiles, layout.exchange).sizes
@@ -536,47 +531,17 @@ class Planner:
         norms = 2 * layout.micro_batches * len(self.work.norms) * self._norm_seconds(layout)
         return norms + sum(self._after(layout, weights))
 
-    def _least_memory(self, layout: MeshLayout, tile: TileSizes | None = None) -> float:
+    def least_memory(self, layout: MeshLayout, tile: TileSizes | None = None) -> float:
         """Return a lower bound of the bytes of the rank with the highest peak.
-
-        Let stage s hold L_s bytes of weights and what belongs to them, and all activations of h_s
-        micro-batches at once. If no stage takes more than M bytes, stage s has at most
-        (M - L_s) / h_s bytes of activations for a micro-batch. All stages together have A and L
-        bytes, so M is at least (A + L / max h_s) / (1/h_0 + ... + 1/h_{S-1}). Another bound is what
-        a stage takes that has only one layer, in its backward pass.
 
         Args:
             layout: the layout.
             tile: the sizes of the slowest tile; by default those of the least tile of its grid.
         """
-        held = _held_at_once(layout.stages, self._policy(layout))
         share = 1.0
         if tile is None:
-            tile = self.grids.whole_image
-            share = self.grids.least_share(layout.tiles)
-        one, every = self._kept_on(tile, share)
-        lasting = (2 + self.work.copies) * self.grids.tensors.weight_bytes * self.work.parameters
-        whole = (every + lasting / max(held)) / sum(1 / count for count in held)
-        return self.machine.base + _ROUNDED * max(whole, one)
-
-    def _find_kept_on(self, tile: TileSizes, share: float) -> tuple[float, float]:
-        """Return bytes of the largest stage of one layer, and of all activations together.
-
-        Args:
-            tile: the sizes of feature maps.
-            share: a factor on them.
-        """
-        network, spread = self.grids.tensors, self.machine.spread * share
-        least = network.least_of_layers(tile)
-        per_weight = (2 + self.work.copies) * network.weight_bytes
-        one = max(
-            per_weight * layer.parameters + spread * (sum(kept.values()) + gradients)
-            for layer, (kept, gradients) in zip(network.layers, least)
-        )
-        every: dict[int, float] = {}
-        for kept, _ in least:
-            every |= kept
-        return one, spread * sum(every.values())
+            tile, share = self.grids.whole_image, self.grids.least_share(layout.tiles)
+        return self._memory.least(layout.stages, self._policy(layout), tile, share)
 
     def _policy(self, layout: MeshLayout) -> Policy:
         return Policy(layout.micro_batches, layout.schedule, layout.recompute, self.work.copies)
@@ -635,13 +600,13 @@ class Planner:
         seconds = self._seconds_on(on_tile)
         balance, _ = self._fastest_split(on_tile, stages, policy.recompute)
         partition = self._partition(tuple(balance))
-        if stages > 1 and self._exceeds(partition, policy, on_tile.tile):
+        if stages > 1 and self._memory.exceeds(partition, policy, on_tile.tile, self.limit):
             found = self._cut_within(on_tile, stages, policy)
             if found is None:
                 return None
             partition, memory = found
         else:
-            memory = self._memory_of(partition, policy, on_tile.tile)
+            memory = self._memory.peak(partition, policy, on_tile.tile)
         share = max(on_tile.tile.shares)
         travels = tuple(
             self.machine.message(on_tile.neighbours, share * self.work.bytes_of(edge.map))
@@ -662,7 +627,7 @@ class Planner:
             stages: the number of stages.
             policy: the schedule and recomputation.
         """
-        tables = list(self._peaks(stages, policy, on_tile.tile))
+        tables = list(self._memory.tables(stages, policy, on_tile.tile))
         seconds = self._stage_seconds(on_tile, policy.recompute)
         limit = max(0.0, self.limit - self.machine.base)
         for _ in range(_TRIES):
@@ -670,7 +635,7 @@ class Planner:
             if balance is None:
                 return None
             partition = self._partition(tuple(balance))
-            memory = self._memory_of(partition, policy, on_tile.tile)
+            memory = self._memory.peak(partition, policy, on_tile.tile)
             if memory <= self.limit:
                 return partition, memory
             limit *= min(0.95, (self.limit - self.machine.base) / (memory - self.machine.base))
@@ -694,7 +659,7 @@ class Planner:
         recomputes some micro-batches only.
         """
         seconds, policy = self._seconds_on(on_tile), Policy(recompute=recompute)
-        return stage_seconds(seconds, self.ranges, policy, 1)[0]
+        return stage_seconds(seconds, self._memory.ranges, policy, 1)[0]
 
     def _predicted(self, layout: MeshLayout, found: _Stages) -> Prediction:
         """Return the prediction for a layout whose stages are known."""
@@ -736,84 +701,8 @@ class Planner:
             return 0.0
         return self.machine.sum(ranks, _MOMENTS * 64)
 
-    def _memory_of(self, partition: Partition, policy: Policy, tile: TileWork) -> float:
-        """Return the bytes of the rank with the highest peak, if the stages have these layers."""
-        return float(
-            self.machine.base
-            + max(
-                self._stage_memory(partition, stage, policy, tile)
-                for stage in range(partition.stages)
-            )
-        )
-
-    def _exceeds(self, partition: Partition, policy: Policy, tile: TileWork) -> bool:
-        """Return True if some stage exceeds the memory limit; those that hold most come first."""
-        held, full = _held_at_once(partition.stages, policy), self.ranges.full
-        about = [n * full[part.start, part.stop] for n, part in zip(held, partition.ranges)]
-        return any(
-            self.machine.base + self._stage_memory(partition, stage, policy, tile) > self.limit
-            for stage in sorted(range(partition.stages), key=about.__getitem__, reverse=True)
-        )
-
-    def _stage_memory(
-        self, partition: Partition, stage: int, policy: Policy, tile: TileWork
-    ) -> float:
-        """Return the bytes of the rank of a stage, besides those that every process takes."""
-        network, layers = self.grids.tensors, partition.ranges[stage]
-        incoming = frozenset(edge.map for edge in partition.incoming(stage))
-        outgoing = frozenset(edge.map for edge in partition.outgoing(stage))
-        apart = partition.stages > 1 and splits(policy.schedule)
-        repeats = policy.recompute != "never"
-        found = self._stage_tensors(tile.sizes, layers, incoming, outgoing, apart, repeats)
-        held = largest_holdings(stage, partition.stages, policy)
-        load = max(map(found.load, held)) + tile.sizes.buffers
-        pixels, labels = network.pixels
-        if stage == 0:
-            load += policy.micro_batches * pixels * tile.sizes.maps[0]
-        if stage + 1 == partition.stages:
-            load += policy.micro_batches * labels * tile.sizes.owned
-            load += _TABLES * 8 * self.work.loss.sums * self.work.batch
-        own = network.layers[layers.start : layers.stop]
-        load += sum(layer.buffers + policy.micro_batches * layer.noted for layer in own)
-        weights = sum(layer.parameters for layer in own)
-        lasting = (2 + policy.optimizer_copies) * network.weight_bytes * weights
-        return lasting + self.machine.spread * load
-
-    def _find_stage_tensors(
-        self,
-        tile: TileSizes,
-        layers: range,
-        incoming: frozenset[int],
-        outgoing: frozenset[int],
-        apart: bool,
-        repeats: bool,
-    ) -> StageTensors:
-        return stage_tensors(self.grids.tensors, tile, layers, incoming, outgoing, apart, repeats)
-
-    def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> Iterator[np.ndarray]:
-        """Yield, for each stage, a quick estimate of the peak of layers a..b-1 in entry [a, b]."""
-        ranges, share = self.ranges, max(tile.shares)
-        lasting = ranges.lasting(policy.optimizer_copies)
-        for stage in range(stages):
-            held = largest_holdings(stage, stages, policy)
-            activations = ranges.load(held, splits(policy.schedule))
-            yield lasting + self.machine.spread * share * activations
-
-
-def _held_at_once(stages: int, policy: Policy) -> list[int]:
-    """Return the micro-batches of which each stage holds all activations at once, at most."""
-    m = policy.micro_batches
-    if policy.recompute == "always":
-        return [1] * stages
-    if policy.schedule == "gpipe":
-        return [m] * stages
-    return [min(m, stages - stage) for stage in range(stages)]
-
 
 _TRIES = 6  # limits that Planner tries until the stages of a layout fit
-# Tables of float64 with a number for each image of a step and each partial sum of the loss: the
-# sums, the loss gradient, and their copies.
-_TABLES = 4
 _LESS = 0.8  # share of a layout's memory that is the next limit of Planner.front
 _MESHES = 64  # number of meshes whose tables of stages are kept
 _KEPT = 3  # number of layouts of each family that are returned

@@ -237,6 +237,7 @@ def test_bounds_are_never_above_the_prediction(ranks):
             continue
         seconds = plan._predicted(one, found).seconds
         assert least[0] <= least[1] * (1 + 1e-12) and least[1] <= seconds, one
+        assert one.stages == 1 or plan._least_of_split(one) <= seconds, one
         assert plan._least_of(one, found) <= seconds, one
         tile = plan.grids.tile_work(one.tiles, one.exchange).sizes
         least = plan.least_memory(one), plan.least_memory(one, tile)

@@ -598,7 +598,9 @@ class Planner:
     def _find_cut(self, on_tile: _LayersOnTile, stages: int, policy: Policy) -> _Stages | None:
         """Return the fastest stages, or None if no split into stages fits the memory limit."""
         seconds = self._seconds_on(on_tile)
-        balance, _ = self._fastest_split(on_tile, stages, policy.recompute)
+        balance = [len(self.work.costs.layers)]
+        if stages > 1:
+            balance, _ = self._fastest_split(on_tile, stages, policy.recompute)
         partition = self._partition(tuple(balance))
         if stages > 1 and self._memory.exceeds(partition, policy, on_tile.tile, self.limit):
             found = self._cut_within(on_tile, stages, policy)
@@ -645,8 +647,6 @@ class Planner:
         self, on_tile: _LayersOnTile, stages: int, recompute: str
     ) -> tuple[list[int], float]:
         """Return the fastest stages if memory were no limit, and the seconds of the slowest one."""
-        if stages == 1:
-            return [len(self.work.costs.layers)], math.inf
         table = self._stage_seconds(on_tile, recompute)
         balance = split_within(table, stages)
         starts = starts_of(balance)

@@ -1,7 +1,8 @@
 """Simulates a pipeline schedule: start and end of each action, idle time, memory.
 
-Every rank goes through the operations that it would run (:mod:`distseg.runtime.stage_program`), but
-an operation only takes its number of seconds. Messages are sent in the background when a pass ends.
+Every rank goes through the passes and messages of its actions, as it would run them
+(:mod:`distseg.runtime.stage_program`), but a pass or message only takes its number of seconds.
+Messages are sent in the background when a pass ends.
 Messages from one rank to another are transferred one after another. No rank waits until its
 messages are received. A real rank also computes postponed weight gradients while it waits; a
 simulated rank computes them only at their ``Weight`` action.
@@ -333,6 +334,7 @@ class _Run:
             seconds, repeated, into, out, done, first = self._of[type(action)][stage]
             if first is not None and m not in first:
                 break
+            # A forward pass is repeated while the rank waits for the gradient.
             again = repeated(stage, m) if repeated else 0.0
             start = free + again
             try:

@@ -18,6 +18,7 @@ from distseg.planning.machine import load_machine
 from distseg.planning.mesh_layout import MeshLayout
 from distseg.planning.mesh_search import Planner
 from distseg.planning.stage_memory import Held
+from distseg.runtime.pipeline import Pipeline
 from distseg.training.verify import plain_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -70,14 +71,34 @@ def test_tensors_end_with_their_last_reader():
     )
 
 
-@pytest.mark.parallel([2])
-@pytest.mark.parametrize("norm", ["none", pytest.param("batch", marks=pytest.mark.slow)])
-def test_a_step_takes_as_much_as_predicted_and_not_more(comm, norm):
+def training_of(norm: str) -> PlannedTraining:
     model = ModelConfig("unet", in_channels=3, out_channels=3, depth=2, base_channels=8, norm=norm)
     config = Config(
         model=model, data=DataConfig(images=1), train=TrainConfig(accumulate=2, precision="fp32")
     )
-    training = PlannedTraining(config, as_network(plain_model(model)), Size("64x48"))
+    return PlannedTraining(config, as_network(plain_model(model)), Size("64x48"))
+
+
+@pytest.mark.parallel([2])
+def test_no_weight_gradient_waits_beyond_the_next_pass(comm, monkeypatch):
+    """Its tensors would be in memory together with the feature maps of the next micro-batch."""
+    left, forward = [], Pipeline._forward
+
+    def watched(self, *args):
+        left.append(len(self.mail.waits._pieces))
+        return forward(self, *args)
+
+    monkeypatch.setattr(Pipeline, "_forward", watched)
+    layout = MeshLayout(1, Size((comm.size, 1)), 1, "1", 2, "1f1b", "never")
+    engine, own = training_of("none").step(layout, comm, torch.device("cpu"))
+    engine.backward(own)
+    assert left == [0, 0]
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("norm", ["none", pytest.param("batch", marks=pytest.mark.slow)])
+def test_a_step_takes_as_much_as_predicted_and_not_more(comm, norm):
+    training = training_of(norm)
     machine = load_machine("a100").changed("memory", 1e3)
     plan = Planner(training.work(machine), machine)
     tiles = Size((comm.size, 1))

@@ -33,8 +33,7 @@ def test_gradients_that_are_put_off_stop_an_update():
     with waits.putting_off():
         put_off(waits, [], "a")
         with pytest.raises(
-            RuntimeError,
-            match="not computed yet .1; the oldest waits until the next gradient is deferred",
+            RuntimeError, match="not computed yet .1; the oldest waits until the next pass begins"
         ):
             waits.check_done()
     waits.check_done()
@@ -52,6 +51,16 @@ def test_until_an_action():
         assert done == ["W1,1a", "W1,1b"]
         waits.finish("W1,1")
     assert done == ["W1,1a", "W1,1b", "W0,1a", "W0,1b"]
+
+
+def test_without_an_action_until_the_next_pass():
+    done, waits = [], Waits()
+    with waits.putting_off():
+        put_off(waits, done, "a")
+        with waits.until("W0,0"):
+            put_off(waits, done, "b")
+        waits.finish(None)
+        assert done == ["a"]
 
 
 def test_waits_do_the_oldest_first():

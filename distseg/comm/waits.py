@@ -5,7 +5,8 @@ it waits for. Here a rank tests the request, and between tests it advances other
 deferred work. Without such work it tests for a short while and then sleeps between tests.
 
 Deferred work is work that no other rank waits for: the gradients of weights. Such work keeps its
-tensors in memory, so it has a deadline: the next deferral, or an action of the schedule.
+tensors in memory, so it has a deadline: an action of the schedule, or else the next deferral or
+the start of the next pass, whichever comes first.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class _Piece(NamedTuple):
     """Deferred work and its deadline.
 
     The deadline is the name of an action of the schedule. None means that the work must be done
-    when the next work is deferred. The work adds to the gradients of ``parameters``.
+    when the next work is deferred or the next pass begins. The work adds to the gradients of
+    ``parameters``.
     """
 
     action: str | None
@@ -155,7 +157,8 @@ class Waits:
         Args:
             action: the name of the action of the schedule at which the work must be done, such as
                 ``W3,0`` (weight gradients of micro-batch 3 in stage 0). The action calls
-                :meth:`finish`. With None, the work must be done when the next work is deferred.
+                :meth:`finish`. With None, the work must be done when the next work is deferred or
+                the next pass begins.
         """
         before, self._action = self._action, action
         try:
@@ -204,19 +207,26 @@ class Waits:
         """
         if self._pieces:
             action = self._pieces[0].action
-            until = f"the action {action}" if action else "the next gradient is deferred"
+            until = f"the action {action}" if action else "the next pass begins"
             raise RuntimeError(
                 f"gradients of weights are not computed yet ({len(self._pieces)}; the oldest waits "
                 f"until {until}): update the weights only after the backward pass has ended"
             )
 
-    def finish(self, action: str) -> None:
-        """Do all deferred work whose deadline is the action of this name."""
+    def finish(self, action: str | None) -> None:
+        """Do all deferred work with one deadline.
+
+        Args:
+            action: the name of the action that is the deadline; None for work that must be done
+                when the next pass begins.
+        """
         while piece := next(
             (piece for piece in self._pieces or () if piece.action == action), None
         ):
             self._pieces.remove(piece)
-            with torch.no_grad():
+            # A named action has a span of its own in the trace.
+            span = self.span("weight", "put off") if action is None else nullcontext()
+            with span, torch.no_grad():
                 piece.work()
             self._move()
 

@@ -96,6 +96,9 @@ class Pipeline:
                 unit = units[op.micro_batch]
                 if not isinstance(op, Send):  # The operation after a send looks ahead itself.
                     self._post_ahead(program, place, units)
+                if isinstance(op, (Forward, Recompute, Backward)):
+                    # Else its tensors would stay in memory together with those of the next pass.
+                    self.mail.waits.finish(None)
                 match op:
                     case Recv():
                         self._receive(op, unit)

@@ -158,7 +158,7 @@ CASES = {
         **MIDDLE,
     ),
     "the paper's network, borders": case(
-        [94], mesh=GRID, spatial=dict(exchange_every="1"), tile=(1, 1), image="768x768", **PAPER
+        [98], mesh=GRID, spatial=dict(exchange_every="1"), tile=(1, 1), image="768x768", **PAPER
     ),
     # in time
     "streamed tiles, computed again": case(

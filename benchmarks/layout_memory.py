@@ -21,7 +21,7 @@ from benchmarks.harness import parent, report
 from benchmarks.layouts import CASES, Job, config_of
 from benchmarks.ranks import run_ranks
 from benchmarks.rows import Rows
-from distseg.cli.plan_layouts import PlannedTraining
+from distseg.cli.planned_training import PlannedTraining
 from distseg.comm.launch import set_up, world
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network

@@ -21,7 +21,7 @@ from benchmarks.harness import parent, repeats_of, report
 from benchmarks.ranks import run_ranks
 from benchmarks.rows import Rows
 from distseg.cli.bench.running_step import RunningStep
-from distseg.cli.plan_layouts import PlannedTraining
+from distseg.cli.planned_training import PlannedTraining
 from distseg.comm.counted import CountedComm
 from distseg.comm.launch import set_up, world
 from distseg.config.settings import Config, DataConfig, ModelConfig, TrainConfig

@@ -121,7 +121,7 @@ MUTANTS = (
     Mutant("a batch without an image is taken", "training/distributed.py", "        if not len(images):\n", "        if False:\n", "api"),
     Mutant("the words about a validity mask are its values", "data/formats/gdal.py", "self._valid, \"has a validity mask: pixels where the mask is 0 have no data\"", "\"has a validity mask: pixels where the mask is 0 have no data\", self._valid", "gdal"),
     Mutant("tiles that kept their graph are the ones computed again", "cli/streamed_layout.py", "isinstance(op, BackwardTile) and not op.kept", "isinstance(op, BackwardTile) and op.kept", "layouts"),
-    Mutant("a rank alone has the memory of a node", "cli/plan_layouts.py", "max(1, (cores or 1) // torch.get_num_threads())", "max(1, (cores and 1) // torch.get_num_threads())", "layouts"),
+    Mutant("a rank alone has the memory of a node", "cli/planned_training.py", "max(1, (cores or 1) // torch.get_num_threads())", "max(1, (cores and 1) // torch.get_num_threads())", "layouts"),
     Mutant("a port may have any number", "comm/transports.py", "not text.isdecimal() or not 0 < int(text) < 1 << 16", "not text.isdecimal()", "transport"),
     Mutant("a process at work is killed as soon as a stopped one", "comm/guardian.py", "self.rank.limit if stopped else max(self.rank.limit, ENDS_WITHIN)", "self.rank.limit", "watch"),
     Mutant("the number of bands that is given is not taken", "api.py", "    if in_channels is not None:\n", "    if in_channels is None:\n", "api"),

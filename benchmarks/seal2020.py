@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from benchmarks.harness import parent, report
 from benchmarks.rows import Rows
-from distseg.cli.plan_layouts import PlannedTraining
+from distseg.cli.planned_training import PlannedTraining
 from distseg.config.settings import Config, DataConfig, ModelConfig, OptimConfig
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network

@@ -15,15 +15,8 @@ from torch import nn
 import distseg.cli.plan_layouts as plan_pictures
 from distseg.cli.main import main
 from distseg.cli.parsing import command_parser, config_from, parse
-from distseg.cli.plan_layouts import (
-    PlannedTraining,
-    choose_layout,
-    memory_of_a_rank,
-    notes_on,
-    plan_layouts,
-    text,
-    with_best_layout,
-)
+from distseg.cli.plan_layouts import choose_layout, notes_on, plan_layouts, text, with_best_layout
+from distseg.cli.planned_training import PlannedTraining, memory_of_a_rank
 from distseg.cli.streamed_layout import streamed_seconds
 from distseg.comm.alone import Alone
 from distseg.config.settings import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from distseg.cli.plan_layouts import PlannedTraining
+from distseg.cli.planned_training import PlannedTraining
 from distseg.config.settings import Config, DataConfig, LossConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
 from distseg.layers.loss import Loss

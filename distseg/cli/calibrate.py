@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from distseg.cli.plan_layouts import memory_of_a_rank
+from distseg.cli.planned_training import memory_of_a_rank
 from distseg.comm.launch import memory_in_use, release_freed_memory, set_up
 from distseg.config.settings import RunConfig
 from distseg.planning import calibration

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from distseg.cli.plan_layouts import PlannedTraining
+from distseg.cli.planned_training import PlannedTraining
 from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.config.units import duration, si

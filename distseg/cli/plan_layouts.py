@@ -8,74 +8,33 @@ another machine (:mod:`distseg.planning.machine`). The layouts are those of
 from __future__ import annotations
 
 import copy
-import gc
-import math
-import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
+from distseg.cli.planned_training import PlannedTraining
 from distseg.cli.streamed_layout import streamed_seconds
-from distseg.comm.alone import Alone
-from distseg.comm.collective import add
-from distseg.comm.launch import (
-    memory_in_use,
-    peak_memory,
-    raise_jointly,
-    release_freed_memory,
-    set_up,
-)
-from distseg.comm.mesh import Mesh
+from distseg.comm.launch import raise_jointly
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import (
-    Config,
-    MeshConfig,
-    PipelineConfig,
-    SpatialConfig,
-    output_weights,
-)
+from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.config.units import duration
-from distseg.data.sampler import sample_sizes
-from distseg.layers.graph import reach_for
-from distseg.layers.loss import Loss
-from distseg.layers.norm import active_norms, kind_of
-from distseg.models.bands import channels_of
-from distseg.models.capture.capture import as_network
-from distseg.models.network import flat_layers, is_flat, of_image
+from distseg.models.network import is_flat
 from distseg.planning.cluster import Cluster
 from distseg.planning.cost import modelled
 from distseg.planning.layout_pictures import plot_layouts
-from distseg.planning.live_tensors import NetworkTensors, tensors_of
 from distseg.planning.machine import Machine, as_profile, load_machine
 from distseg.planning.mesh_layout import MeshLayout, Prediction, Work
 from distseg.planning.mesh_search import Planner
-from distseg.planning.rates import PRECISIONS as RATED
-from distseg.planning.roofline import CORE, fastest, this_cpu
 from distseg.planning.step_simulation import simulate_step
 from distseg.planning.timeline import plot_timeline
 from distseg.report.tables import table
-from distseg.runtime.optimizer import state_copies
-from distseg.runtime.precision import choose
-from distseg.tiling.tile_batch import TileBatch
 from distseg.training.conflicts import check_auto
-from distseg.training.engine import Engine
 from distseg.training.programs import StepPrograms
-from distseg.training.verify import RandomImages, own_pieces, prepare
 
 HERE = "here"
-_SECONDS = 2.0  # duration of a timed step
-# A step with fewer bytes of activations does not show how much of the memory lies in gaps.
-_ENOUGH = 32e6
-# Gaps grow a little in later steps, and small tiles have more (benchmarks/layout_memory.py).
-_MARGIN, _SLACK = 1.03, 32e6
-_SPREAD = 2.0  # bytes that a process takes for a byte of activations, if not measured
 _SHOWN = 10
 _STREAMED = 0.9  # share of a rank's memory for streaming, if no layout fits without it
 _LIMITS = "reading images is not counted, and no message overlaps with computation"
@@ -248,285 +207,6 @@ def with_best_layout(
     flags = " ".join(f"--{name} {value}" for name, value in found.settings().items())
     _say(world, f"layout: {flags} ({found.why})")
     return config.with_values(found.values())
-
-
-@dataclass(frozen=True)
-class PlannedTraining:
-    """Training whose layout is planned.
-
-    Attributes:
-        config: the settings, completed by those that follow from the images.
-        model: the plain network, which is not changed. All methods except :meth:`samples_only` need
-            a list of layers that distseg knows.
-        size: the size of an image in pixels; no larger image is timed.
-        sizes: the sizes of all images, which the grid of tiles must be able to cut.
-        samples: number of samples of an epoch; None for random images.
-    """
-
-    config: Config
-    model: nn.Module
-    size: Size
-    sizes: Collection[tuple[int, ...]] = ()
-    samples: int | None = None
-
-    @classmethod
-    def of(cls, config: Config, image: Size | None) -> PlannedTraining:
-        """Return the training of a config.
-
-        Args:
-            config: the settings.
-            image: the size of an image in pixels; None for the largest sample of the store.
-
-        Raises:
-            ValueError: there is neither a size nor a store.
-        """
-        prepared, samples = prepare(config, image), None
-        sizes: list[tuple[int, ...]] = [prepared.size]
-        if prepared.store is not None:
-            samples = config.data.epoch_samples or len(prepared.store.split("train"))
-            sizes = list(sample_sizes(prepared.store, config.data, prepared.context).values())
-        largest, network = Size(max(sizes, key=math.prod)), as_network(prepared.model)
-        return cls(prepared.config, network, largest, sizes, samples)
-
-    @property
-    def _loss(self) -> Loss:
-        config = self.config
-        return Loss(config.loss, channels_of(self.model)[1], output_weights(config.model))
-
-    def precisions(self, machine: Machine) -> list[str]:
-        """Return the number types to compare: those with measured rates, if ``auto`` is set.
-
-        A profile has rates of bf16 only if the machine computes in bf16 without emulation.
-        """
-        if self.config.train.precision != "auto":
-            return [self.config.train.precision]
-        rated = [one for one in RATED if machine.rates.has("convolution", one)]
-        return list(dict.fromkeys([machine.precision, *rated]))
-
-    def work(
-        self, machine: Machine, batch: int | None = None, precision: str | None = None
-    ) -> Work:
-        """Return the description of a step from which the planner predicts times and memory.
-
-        Args:
-            machine: the machine; the costs of layers are modelled for its device.
-            batch: the number of images in a step, over all sample groups; None for that of the
-                config.
-            precision: the number type; by default that of the config, or of the machine for
-                ``auto``.
-
-        Raises:
-            ValueError: the batch does not divide into micro-batches.
-        """
-        config, images = self.config, self.config.data.images
-        batch = batch or config.step_images
-        if batch % images:
-            raise ValueError(
-                f"a step of {batch} images does not divide into micro-batches of {images} "
-                "(data.images): give another --batch"
-            )
-        precision = precision or config.train.precision
-        if precision == "auto":
-            precision = machine.precision
-        layers = [layer for _, layer in flat_layers(self.model)]
-        norms = active_norms(layers, config.spatial.frozen_norm)
-        whole_step = config.spatial.norm_scope == "step"
-        joins = whole_step and any(kind_of(layers[n]) == "batch" for n in norms)
-        return Work(
-            self.model,
-            modelled(self.model, self.size, images, machine.device, precision),
-            tuple(self.size),
-            images,
-            batch,
-            reach_for(self.model, True),
-            tuple(norms),
-            state_copies(config.optim),
-            self._loss,
-            whole_step,
-            config.mesh.samples if joins else None,
-            precision,
-            precision == "bf16" if (last := config.train.channels_last) is None else last,
-        )
-
-    def samples_only(self, ranks: int) -> MeshLayout:
-        """Return the layout in which all ranks are sample groups.
-
-        Raises:
-            ValueError: the micro-batches of a step do not divide among the ranks.
-        """
-        config = self.config
-        micro = config.mesh.samples * config.train.accumulate
-        if micro % ranks:
-            raise ValueError(
-                f"mesh.layout is auto, and the layers of {config.model.name} cannot be followed, "
-                f"so only samples can be split, but {micro} micro-batches a step do not divide "
-                f"among {ranks} ranks: set train.accumulate to a multiple of {ranks}"
-            )
-        one = Size((1,) * len(self.size))
-        return MeshLayout(ranks, one, 1, "all", micro // ranks, "auto", config.pipeline.recompute)
-
-    def measure(self, world) -> Machine:
-        """Return the speed and memory of this machine, by timing steps of this network.
-
-        All ranks of ``world`` must call it together. At the same time each rank computes steps
-        alone, on images of two sizes. Then the messages between the ranks are timed.
-
-        Args:
-            world: the communicator of the ranks that measure.
-        """
-        config = self.config
-        device = set_up(world, config.run.device, config.run.threads).device
-        throughput = this_cpu() if device.type == "cpu" else CORE
-        precision, last = choose(config.train, device, world)
-        sizes = self._timed_sizes()
-        rows = []
-        for size in sizes:
-            seconds, base, rise = self._timed(size, world, device)
-            costs = modelled(self.model, size, config.data.images, throughput, precision)
-            rows.append((seconds, sum(costs.forward) + sum(costs.backward), 2 * len(costs.layers)))
-        images = config.data.images
-        tensors = tensors_of(self.model, sizes[-1], images, precision, last, self._loss)
-        spread = self._spread(tensors, rise)
-        (small, less, calls), (large, more, _) = rows
-        factor = (large - small) / (more - less) if more > less and large > small else large / more
-        # Images may be so small that calls take nearly all the time; some is left for the
-        # arithmetic.
-        call = min(max(1e-7, (small - factor * less) / calls), 0.9 * large / calls)
-        factor = (large - calls * call) / more
-        latency, link, known = _messages(world)
-        source = f"steps on {' and '.join(map(str, sizes))}, {world.size} ranks at the same time"
-        memory, ranks = memory_of_a_rank(world, device)
-        numbers = ("arithmetic", "traffic", "call", "memory", "base", "spread")
-        measured = dict.fromkeys(numbers, "measured")
-        guessed = "measured" if known else "guess"
-        return Machine(
-            "this machine",
-            throughput.flops_per_second / factor,
-            throughput.bytes_per_second / factor,
-            call,
-            latency,
-            link,
-            link,
-            memory,
-            base + _SLACK,
-            ranks,
-            spread,
-            precision,
-            kinds=measured
-            | {"latency": guessed, "link": guessed, "network": "guess", "ranks": guessed},
-            sources=dict.fromkeys(("arithmetic", "traffic", "call", "base", "spread"), source)
-            | dict.fromkeys(
-                ("latency", "link"), f"sums over {world.size} ranks" if known else "none"
-            )
-            | {"network": "as link", "memory": "of the machine", "ranks": "of this run"},
-        )
-
-    def _timed(self, size: Size, world, device: torch.device) -> tuple[float, int, int]:
-        """Time steps that each rank computes alone.
-
-        Args:
-            size: the size of the images.
-            world: the communicator of the ranks, which all compute at the same time.
-            device: the device of this rank.
-
-        Returns:
-            The seconds of a step; the bytes that the process takes besides the step, such as
-            libraries; and the bytes that it takes more in the step. Each is the largest of all
-            ranks.
-        """
-        gc.collect()
-        release_freed_memory()
-        base, earlier = memory_in_use(device), peak_memory(device)
-        world.Barrier()
-        layout = MeshLayout(1, Size((1,) * len(self.size)), 1, "all", 1, "auto", "never")
-        engine, own = replace(self, size=size).step(layout, Alone(), device)
-        seconds = fastest(partial(engine.backward, own), 3, device)
-        # A process keeps freed memory (keep_freed_memory), so it still takes as much as before.
-        peak = peak_memory(device)
-        peak = peak if peak > earlier else memory_in_use(device)
-        return tuple(map(max, zip(*world.allgather((seconds, base, peak - base)))))
-
-    def _spread(self, network: NetworkTensors, rise: int) -> float:
-        """Return the bytes that a process takes for a byte of activations (`Machine.spread`).
-
-        Args:
-            network: the tensors of a step.
-            rise: the bytes that the process takes more in this step, weights included.
-        """
-        if network.activations < _ENOUGH:
-            return _SPREAD
-        weights = sum(layer.parameters for layer in network.layers)
-        measured = (rise - 2 * network.weight_bytes * weights) / network.activations
-        return max(1.0, _MARGIN * measured)
-
-    def _timed_sizes(self) -> tuple[Size, Size]:
-        """Return two image sizes for timed steps, the smaller one first.
-
-        By the model of a CPU core, a step on the larger size takes about ``_SECONDS``, or less if
-        images are small. The smaller size is about a half or a quarter of it along each dim.
-        """
-        stride = reach_for(self.model, True).stride
-        costs = modelled(self.model, self.size, self.config.data.images, CORE)
-        whole = sum(costs.forward) + sum(costs.backward)
-        shrink = min(1.0, (_SECONDS / whole) ** (1 / len(self.size)))
-
-        def at(factor: float) -> Size:
-            return Size(
-                min(n, max(2, round(factor * n / s)) * s) // s * s or s
-                for n, s in zip(self.size, stride)
-            )
-
-        large = at(shrink)
-        small = at(shrink / 2)
-        return (small, large) if small != large else (at(shrink / 4), large)
-
-    def step(
-        self, layout: MeshLayout, comm, device: torch.device, balance: Sequence[int] | None = None
-    ) -> tuple[Engine, list[list[TileBatch]]]:
-        """Return an engine for timing one step of a layout, and random data for that step.
-
-        All ranks of ``comm`` must call it together.
-
-        Args:
-            layout: the mesh, and how its ranks share the work. It replaces some settings, such as
-                mesh, schedule and number of micro-batches.
-            comm: a communicator with as many ranks as the mesh.
-            device: the device of this rank.
-            balance: the number of layers of each stage; by default the engine's own choice.
-
-        Returns:
-            The engine, with a copy of the network; and this rank's tile batches of random images, a
-                list for each micro-batch.
-        """
-        config = replace(
-            self.config,
-            mesh=MeshConfig(reducer="mpi"),
-            pipeline=PipelineConfig(),
-            spatial=SpatialConfig(frozen_norm=self.config.spatial.frozen_norm),
-        ).with_values({**layout.values(), "pipeline.balance": balance})
-        bands, classes = channels_of(self.model)
-        vectors = of_image(self.model, self.size)
-        images = RandomImages(self.size, bands, classes, config.loss, config.train.seed, vectors)
-        mesh = Mesh(comm, layout.samples, layout.tiles, layout.stages)
-        precision, last = choose(config.train, device, comm)
-        engine = Engine(config, mesh, copy.deepcopy(self.model), self.size, device, precision, last)
-        return engine, own_pieces(engine, images)
-
-
-def memory_of_a_rank(world, device: torch.device) -> tuple[float, int]:
-    """Return the bytes of memory that a rank has, and the number of ranks of a node.
-
-    If ``world`` has a single rank, the node is assumed to have as many ranks as its cores allow.
-
-    Args:
-        world: the communicator of the ranks, all of them on this node.
-        device: the device of this rank.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    ranks = world.size if world.size > 1 else max(1, (cores or 1) // torch.get_num_threads())
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory), ranks
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks, ranks
 
 
 class Choice(NamedTuple):
@@ -715,21 +395,6 @@ def sensitivity(
                     f"{name} times {factor}: {other.layout}, {duration(other.seconds)} a step"
                 )
     return found
-
-
-def _messages(world) -> tuple[float, float, bool]:
-    """Return the latency of messages in seconds, their bytes per second, and True if measured.
-
-    With one rank both numbers are guessed, and the third result is False.
-    """
-    if world.size == 1:
-        return 2e-5, 2e9, False
-    rounds = math.ceil(math.log2(world.size))
-    tiny, many = torch.ones(8), torch.ones(2**20)
-    short = fastest(lambda: [add(tiny, world) for _ in range(100)], 3) / 100
-    long = fastest(lambda: add(many, world), 3)
-    size = 2 * (world.size - 1) / world.size * many.numel() * 8
-    return short / (2 * rounds), size / max(1e-9, long - short), True
 
 
 def text(found: dict, config_path: str) -> str:

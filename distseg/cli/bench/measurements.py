@@ -17,7 +17,8 @@ from distseg.cli.bench.measuring import Steps, measure_cases
 from distseg.cli.bench.prediction import StepPrediction, left_out
 from distseg.cli.bench.reading import crops_of, measure_reading
 from distseg.cli.bench.results import Measurement
-from distseg.cli.plan_layouts import HERE, PlannedTraining
+from distseg.cli.plan_layouts import HERE
+from distseg.cli.planned_training import PlannedTraining
 from distseg.comm.communicator import Communicator
 from distseg.comm.launch import raise_jointly
 from distseg.config.settings import Config

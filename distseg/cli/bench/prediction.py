@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from distseg.cli.bench.cases import Case
 from distseg.cli.bench.results import Measurement
-from distseg.cli.plan_layouts import PlannedTraining
+from distseg.cli.planned_training import PlannedTraining
 from distseg.config.settings import Config, PipelineConfig, SpatialConfig, StreamingConfig
 from distseg.models.capture.capture import as_network
 from distseg.models.network import is_flat

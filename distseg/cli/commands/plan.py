@@ -94,7 +94,8 @@ def _layouts(arguments: list[str]) -> int:
         return config_from(parsed), own_flags(parsed)
 
     with job(settle) as (config, flags, comm):
-        from distseg.cli.plan_layouts import PlannedTraining, plan_layouts, text
+        from distseg.cli.plan_layouts import plan_layouts, text
+        from distseg.cli.planned_training import PlannedTraining
 
         with raise_jointly(comm):
             training = PlannedTraining.of(config, flags["image"])

@@ -416,7 +416,7 @@ def repeat(path: Path, tiles: int, side: int) -> None:
         for name in ("TileOffsets", "TileByteCounts"):
             tags[name].overwrite(np.array(tags[name].value)[again].tolist())
         for name in ("ImageWidth", "ImageLength"):
-            tags[name].overwrite(side)
+            tags[name].overwrite(side, dtype="I")  # uint32: GDAL wrote uint16
 
 
 def draw_map(path: Path, side: int) -> None:

@@ -22,6 +22,4 @@ def over(kind: str, comm):
     port = comm.bcast(store.port if comm.rank == 0 else None)
     if comm.rank:
         store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
-    made = TorchCommunicator(store, comm.rank, comm.size)
-    made.store = store
-    return made
+    return TorchCommunicator(store, comm.rank, comm.size)

@@ -838,7 +838,7 @@ WRONG_OPTIONS = {
     "schedule": ("gpip", "give one of auto, gpipe, 1f1b, zb-h1"),
     "recompute": ("maybe", "give one of never, except_last, always"),
     "norm_scope": ("all", "give one of group, step"),
-    "reducer": ("nccl", "give one of auto, horovod, mpi, torch"),
+    "reducer": ("gloo", "give one of auto, horovod, mpi, torch, nccl"),
     "precision": (torch.bfloat16, "give one of fp32, bf16"),
     "channels_last": ("no", "give True or False"),
     "micro_batches": (2.5, "give a whole number of at least 1"),

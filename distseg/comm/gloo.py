@@ -49,13 +49,16 @@ class TorchCommunicator:
         store: a key-value store of torch.distributed that all ranks reach, through which they find
             each other. Other process groups must not use its keys.
         rank, size: this rank's number, and the number of ranks.
+
+    Attributes:
+        store: the store. Further process groups of the same ranks may use it with a prefix.
     """
 
     transport = "torch"
     takes_gpu_memory = False
 
     def __init__(self, store: dist.Store, rank: int, size: int):
-        self.rank, self.size, self._store = rank, size, store
+        self.rank, self.size, self.store = rank, size, store
         self._group = dist.ProcessGroupGloo(store, rank, size, NO_LIMIT)
         self._splits = 0
         self._groups: Counter[tuple[int, ...]] = Counter()  # made so far, by their members
@@ -116,10 +119,10 @@ class TorchCommunicator:
     def Barrier(self) -> None:
         _wait(self.Ibarrier())
 
-    def Ibarrier(self) -> _Collective:
-        return _Collective(self._group.barrier())
+    def Ibarrier(self) -> CollectiveRequest:
+        return CollectiveRequest(self._group.barrier())
 
-    def Iallgather(self, send: np.ndarray, received: np.ndarray) -> _Collective | Complete:
+    def Iallgather(self, send: np.ndarray, received: np.ndarray) -> CollectiveRequest | Complete:
         if not send.size:
             return Complete()
         return self._gathering(torch.from_numpy(send), list(torch.from_numpy(received)))
@@ -127,12 +130,12 @@ class TorchCommunicator:
     def Isum(self, memory: np.ndarray) -> Request:
         return start_sum(memory, self)
 
-    def Imaximum(self, memory: np.ndarray) -> _Collective | Complete:
+    def Imaximum(self, memory: np.ndarray) -> CollectiveRequest | Complete:
         if not memory.size:
             return Complete()
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        return _Collective(self._group.allreduce([torch.from_numpy(memory)], options))
+        return CollectiveRequest(self._group.allreduce([torch.from_numpy(memory)], options))
 
     # messages
 
@@ -185,7 +188,7 @@ class TorchCommunicator:
         """
         if len(members) == 1:
             return Alone()
-        store = dist.PrefixStore(name, self._store)
+        store = dist.PrefixStore(name, self.store)
         part = TorchCommunicator(store, members.index(self.rank), len(members))
         part._parent = self
         return part
@@ -216,19 +219,23 @@ class TorchCommunicator:
         _wait(self._gathering(send, received))
         return received
 
-    def _gathering(self, send: Tensor, received: list[Tensor]) -> _Collective:
-        return _Collective(self._group.allgather([received], [send.contiguous()]))
+    def _gathering(self, send: Tensor, received: list[Tensor]) -> CollectiveRequest:
+        return CollectiveRequest(self._group.allgather([received], [send.contiguous()]))
 
     def _broadcast(self, memory: Tensor, root: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        _wait(_Collective(self._group.broadcast([memory], options)))
+        _wait(CollectiveRequest(self._group.broadcast([memory], options)))
 
 
-class _Collective:
-    """Collective operation that runs in gloo's threads."""
+class CollectiveRequest:
+    """Collective operation that a process group of torch.distributed runs in the background.
 
-    def __init__(self, work):
+    Args:
+        work: the operation, a ``torch.distributed.Work``.
+    """
+
+    def __init__(self, work: dist.Work):
         self._work = work
 
     def Test(self) -> bool:

@@ -1,7 +1,7 @@
 """Buckets of gradients, and reducers, which sum a bucket over all replicas.
 
-*Replicas* are the ranks that hold the same weights. Horovod adds their gradients, or the transport
-that carries all other messages (MPI or torch.distributed).
+*Replicas* are the ranks that hold the same weights. Their gradients are added by Horovod, by NCCL,
+or by the transport that carries all other messages (MPI or torch.distributed).
 
 With several replicas the gradients live in a few flat buckets, and each parameter's ``grad`` is a
 view of a bucket. So messages are contiguous, and nothing is copied. The first bucket has the
@@ -22,9 +22,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from distseg.comm import nccl
 from distseg.comm.communicator import as_communicator
+from distseg.comm.gloo import CollectiveRequest
 from distseg.comm.memory_format import like_layout
 from distseg.comm.ordered_sum import TAGS, SumOfParts
 from distseg.comm.staging import Buffers, wait_for_device
@@ -333,12 +336,44 @@ class HorovodReducer(Reducer):
         self._under_way.clear()
 
 
+class NcclReducer(Reducer):
+    """Reducer that sums flat buckets by NCCL, in GPU memory.
+
+    No sum starts during the backward pass. A sum that waits for another rank occupies the GPU, and
+    a host that allocates or frees memory may wait for it. The other rank could meanwhile wait for
+    a halo that this host has not sent yet, so both would wait for ever.
+
+    Args:
+        group: the process group of the replicas (:func:`distseg.comm.nccl.replicas_group`).
+        waits: the wait policy of the mesh.
+        fp16: True to compress gradients to fp16 for the sum.
+    """
+
+    name = "nccl"
+
+    def __init__(self, group: dist.Backend, waits: Waits, fp16: bool = False):
+        self.group, self.waits, self.fp16 = group, waits, fp16
+        self._under_way: list[tuple[Tensor, Tensor, CollectiveRequest]] = []
+
+    def start(self, bucket: Tensor) -> None:
+        wire = bucket.to(torch.float16) if self.fp16 else _wire(bucket)
+        request = CollectiveRequest(self.group.allreduce([wire.data]))
+        self._under_way.append((bucket, wire, request))
+
+    def finish(self) -> None:
+        for bucket, wire, request in self._under_way:
+            self.waits.wait(request, _SUM)
+            if wire is not bucket:
+                bucket.data.copy_(wire)
+        self._under_way.clear()
+
+
 def _bytes(bucket: Tensor) -> int:
     return bucket.numel() * bucket.element_size()
 
 
 def _wire(bucket: Tensor) -> Tensor:
-    """Return a bucket in a dtype that Horovod and MPI can add: 16-bit floats become float32."""
+    """Return a bucket in the dtype of its sum: 16-bit floats become float32."""
     return bucket.float() if bucket.dtype in (torch.bfloat16, torch.float16) else bucket
 
 
@@ -354,13 +389,14 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu") -> Re
     """Return the reducer for this rank's replicas. All ranks of ``mesh`` must call it together.
 
     Args:
-        kind: the value of ``mesh.reducer``: auto, horovod, mpi or torch.
+        kind: the value of ``mesh.reducer``: auto, horovod, mpi, torch or nccl.
         fp16: True to compress gradients to fp16 for the sum.
         device: the type of the ranks' devices, cpu or cuda.
 
     Raises:
         ValueError: the reducer cannot use the transport. Or ``kind`` is horovod, but on some rank
-            Horovod is not installed or not built for ``device``.
+            Horovod is not installed or not built for ``device``. Or ``kind`` is nccl, but a rank
+            lacks NCCL or a GPU of its own.
     """
     transport = mesh.world.transport
     _check_transport(kind, transport)
@@ -371,8 +407,11 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu") -> Re
             f"mesh.reducer is horovod, but {lacks}: set it to mpi or auto, or install Horovod "
             "(docs/install.md)"
         )
+    gpus = _own_gpus(mesh, device) if kind == "nccl" else []
     if mesh.replicas.size == 1:
         return LoneReducer()
+    if kind == "nccl":
+        return NcclReducer(nccl.replicas_group(mesh, gpus, device), mesh.waits, fp16)
     if asked and not lacks:
         # On a CPU Horovod's thread would wait in a busy loop on the cores of the backward pass.
         process_set = _process_set(mesh, device)
@@ -397,11 +436,32 @@ def _check_transport(kind: str, transport: str) -> None:
             f"MPI{needs}: set mesh.reducer to torch or auto, or start with mpirun and "
             "run.transport mpi"
         )
-    if transport == "mpi" and kind == "torch":
+    if transport == "mpi" and kind in ("torch", "nccl"):
         raise ValueError(
-            "mesh.reducer is torch, but the ranks are connected by MPI, not by "
+            f"mesh.reducer is {kind}, but the ranks are connected by MPI, not by "
             "torch.distributed: set mesh.reducer to mpi, horovod or auto, or start with torchrun"
         )
+
+
+def _own_gpus(mesh, device: str) -> list[str]:
+    """Return the identifier of each rank's GPU. All ranks of ``mesh`` must call it together.
+
+    Args:
+        mesh: the mesh.
+        device: the type of the ranks' devices, cpu or cuda.
+
+    Raises:
+        ValueError: NCCL cannot sum gradients on some rank, or two ranks share a GPU.
+    """
+    why = _first(mesh.world.allgather(nccl.lacks(device)))
+    gpus = [] if why else mesh.world.allgather(nccl.gpu())
+    why = why or nccl.shared_gpu(gpus)
+    if why:
+        raise ValueError(
+            f"mesh.reducer is nccl, but {why}: set it to torch or auto, or give each rank a GPU of "
+            "its own (run.device: cuda) and a PyTorch with NCCL"
+        )
+    return gpus
 
 
 def horovod_lacks(device: str) -> str | None:

@@ -275,9 +275,9 @@ class MeshBase:
     """D: number of sample groups (data parallel). Each group trains on its own images."""
     tiles: Size = Size((1, 1))
     """Q = q_y x q_x: grid of ranks that share one image (sample parallel)."""
-    reducer: Literal["auto", "horovod", "mpi", "torch"] = "auto"
+    reducer: Literal["auto", "horovod", "mpi", "torch", "nccl"] = "auto"
     """Library that sums gradients over ranks. auto: torch.distributed (torch) under torchrun.
-    With MPI it is Horovod if that is installed, else MPI."""
+    With MPI it is Horovod if that is installed, else MPI. nccl: NCCL, for GPUs under torchrun."""
 
     stages: ClassVar[int] = 1  # a setting of exact training
     layout: ClassVar[str] = "given"  # a setting of exact training

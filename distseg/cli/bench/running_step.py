@@ -77,7 +77,7 @@ class RunningStep:
             steps: the number of steps in which it sent this.
         """
         own = {name: number // steps for name, number in asdict(sent).items()}
-        if self.engine.reducer.name == "horovod":  # which has connections of its own
+        if self.engine.reducer.name in ("horovod", "nccl"):  # which have connections of their own
             own["collectives"] += len(self.engine.gradients.buckets)
             own["collective_bytes"] += sum(b.nbytes for b in self.engine.gradients.buckets)
         ranks = self.comm.allgather(own)

@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant("a window ends a pixel too early", "tiling/tile.py", "min(n, -(-(b + h) // s) * s)", "min(n, -(-(b + h - 1) // s) * s)", "tile exact"),
     Mutant("tiles do not begin at multiples of the stride", "tiling/tile.py", "return [(a * stride, min(b * stride, length))", "return [(a * stride, min(b * stride + 1, length))", "tile"),
     Mutant("groups train on images of other groups", "data/sampler.py", "(micro_batch * self.groups + self.group) * self.images", "(micro_batch + self.group) * self.images", "sampler verify exact"),
-    Mutant("gradients are scaled up to the largest norm", "comm/reducer.py", "        if factor < 1:\n", "        if factor > 0:\n", "reducer step optim verify"),
+    Mutant("gradients are scaled up to the largest norm", "comm/reducer.py", "        if (factor := clip_factor(largest, norm)) < 1:\n", "        if (factor := clip_factor(largest, norm)) > 0:\n", "reducer step optim verify"),
     Mutant("a parameter without a gradient keeps the last step's", "comm/reducer.py", "                view.zero_()\n", "                pass\n", "reducer step api"),
     Mutant("gradients are not reset before a step", "comm/reducer.py", "            bucket.zero_()\n", "            pass\n", "reducer verify exact"),
     Mutant("a sum over ranks is a rank's own part", "comm/collective.py", "    total = _host(x).copy()\n", "    total = _host(x).copy()\n    return upload(torch.from_numpy(total), x.device)\n", "collective norm exact"),

@@ -23,7 +23,7 @@ from mpirunner import transport
 
 from distseg.comm.alone import Alone
 from distseg.comm.communicator import Communicator
-from distseg.comm.gloo import TorchCommunicator, _Collective, _Message, _unpickled
+from distseg.comm.gloo import CollectiveRequest, TorchCommunicator, _Message, _unpickled
 from distseg.comm.launch import gathered
 from distseg.comm.transports import Choice, address, choose, first_host
 from distseg.comm.waits import Waits
@@ -288,7 +288,7 @@ class Broken:
     "begin, who",
     [
         (lambda: _Message(None, Broken(), torch.zeros(3), peer=2), "rank 2 of its group"),
-        (lambda: _Collective(Broken()), "another rank"),
+        (lambda: CollectiveRequest(Broken()), "another rank"),
     ],
 )
 def test_a_message_over_a_closed_connection_never_counts_as_complete(begin, who):

@@ -11,6 +11,7 @@ from torch import nn
 from distseg.cli.models import describe_model
 from distseg.config.settings import ModelConfig
 from distseg.models.bands import channels_of
+from distseg.models.network import channels_of_maps
 from distseg.models.unet import unet
 from distseg.models.zoo import ZOO, build_model
 
@@ -225,3 +226,9 @@ def test_gigapixel_refuses_what_it_can_not_be():
         ValueError, match="gigapixel-4492 cannot take every setting of the section model .*depth"
     ):
         build_model(ModelConfig(name="gigapixel-4492", depth=3))
+
+
+def test_layers_whose_channels_do_not_fit_are_named():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(9, 2, 1))
+    with pytest.raises(ValueError, match=r"layer 1, Conv2d\(9, .* input of 8 channels \("):
+        channels_of_maps(model)

@@ -516,10 +516,22 @@ def channels_of_maps(model: nn.Module) -> list[int]:
     """Return the number of channels of each map of an ``nn.Sequential`` or :class:`Network`.
 
     The number is 0 for a vector of the image, since a vector takes almost no memory.
+
+    Raises:
+        ValueError: a layer does not take the result of the layers before it.
     """
     image = 1, bands_of(model), *(1024,) * dims_of(model)
     maps = [torch.empty(image, device="meta", dtype=torch.float64)]
     with skip_store({}):
         for call in calls_of(outline(model).double()):  # layers may have weights of several types
-            maps.append(call.layer(*(maps[source] for source in call.inputs)))
+            given = [maps[source] for source in call.inputs]
+            try:
+                maps.append(call.layer(*given))
+            except RuntimeError as e:
+                channels = " and ".join(str(x.shape[1]) for x in given)
+                raise ValueError(
+                    f"layer {call.name}, {call.layer}, does not take its input of {channels} "
+                    f"channels ({' '.join(str(e).split())[:200]}): correct the layer, or those "
+                    "before it"
+                ) from None
     return [0 if is_vector(x, maps[0].shape[2:]) else x.shape[1] for x in maps]

@@ -1,7 +1,7 @@
 """Process groups of NCCL, which sum tensors of GPUs without copies to host memory.
 
-On AMD GPUs, PyTorch offers RCCL under the same names. A rank has one NCCL communicator, so that no
-two of them can wait for each other on a GPU. All other messages stay on gloo.
+On AMD GPUs, PyTorch offers RCCL under the same names. A mesh has one NCCL communicator a rank,
+so that no two of them wait for each other on a GPU. All other messages stay on gloo.
 """
 
 from __future__ import annotations

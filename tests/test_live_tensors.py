@@ -81,7 +81,7 @@ def training_of(norm: str) -> PlannedTraining:
 
 @pytest.mark.parallel([2])
 def test_no_weight_gradient_waits_beyond_the_next_pass(comm, monkeypatch):
-    """Its tensors would be in memory together with the feature maps of the next micro-batch."""
+    """Weight gradients are done before the next pass, so that their tensors leave memory first."""
     left, forward = [], Pipeline._forward
 
     def watched(self, *args):

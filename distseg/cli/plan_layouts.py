@@ -178,8 +178,7 @@ def with_best_layout(
 
     Raises:
         ValueError: no layout is possible, or a setting that describes a layout, such as
-            ``mesh.tiles``, is given too. It
-            is raised on all ranks.
+            ``mesh.tiles``, is given too. It is raised on all ranks.
     """
     if config.mesh.layout == "given":
         return config

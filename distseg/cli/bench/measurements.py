@@ -107,7 +107,7 @@ def measure_steps(asked: Asked, world: Communicator, device: torch.device) -> Me
     found = measure_cases(steps, chosen, world, asked.say(world))
     with raise_jointly(world):
         if world.rank == 0 and asked.flags["machine"] != "none":
-            planned = StepPrediction(config, image is not None, machine)
+            planned = StepPrediction(steps, machine)
             found = [planned.beside(case, one) for case, one in zip(chosen, found)]
     precision, _ = choose(config.train, device, world)
     data = str(config.data.store) if prepared.store else "random images"

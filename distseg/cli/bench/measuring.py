@@ -29,7 +29,7 @@ from distseg.models.capture.capture import as_network
 from distseg.models.network import check_size
 from distseg.runtime.precision import choose
 from distseg.training.engine import Engine
-from distseg.training.verify import own_pieces, prepare
+from distseg.training.verify import Prepared, own_pieces, prepare
 
 Found = TypeVar("Found")
 
@@ -86,12 +86,16 @@ class Steps:
             **step.traced(),
         )
 
+    def prepared(self, case: Case) -> Prepared:
+        """Return the settings, model and data of a case."""
+        config = self.config
+        changes = case.changes(config.mesh, config.pipeline, config.spatial)
+        return prepare(config.with_values(changes), case.image if self.random else None)
+
     def _step(self, case: Case, comm: Communicator) -> RunningStep:
         """Return the step of a case, ready to run on this rank."""
         with raise_jointly(comm):
-            config = self.config
-            changes = case.changes(config.mesh, config.pipeline, config.spatial)
-            prepared = prepare(config.with_values(changes), case.image if self.random else None)
+            prepared = self.prepared(case)
             model, images = as_network(prepared.model), prepared.images()
             check_size(model, images.size)
         layout, counted = case.layout, CountedComm(comm)

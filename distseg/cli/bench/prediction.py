@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from distseg.cli.bench.cases import Case
+from distseg.cli.bench.measuring import Steps
 from distseg.cli.bench.results import Measurement
 from distseg.cli.planned_training import PlannedTraining
-from distseg.config.settings import Config, PipelineConfig, SpatialConfig, StreamingConfig
+from distseg.config.settings import PipelineConfig, SpatialConfig, StreamingConfig
 from distseg.models.capture.capture import as_network
 from distseg.models.network import is_flat
 from distseg.planning.machine import Machine
 from distseg.planning.mesh_search import Planner
-from distseg.training.verify import prepare
 
 
 @dataclass(frozen=True)
@@ -20,24 +20,19 @@ class StepPrediction:
     """Planner of the cases of one measurement.
 
     Attributes:
-        config: the settings, from which a case takes everything but its layout.
-        random: True for random images of a case's size, False for the images of the store.
+        steps: how the steps of the cases are measured.
         machine: the machine; None if the planner cannot predict any case.
     """
 
-    config: Config
-    random: bool
+    steps: Steps
     machine: Machine | None
 
     def beside(self, case: Case, measured: Measurement) -> Measurement:
         """Return the measurement of a case with its prediction, or with the reason for none."""
-        config = self.config
+        config = self.steps.config
         if reason := left_out(config.streaming, config.pipeline, config.spatial):
             return replace(measured, note=reason)
-        prepared = prepare(
-            config.with_values(case.changes(config.mesh, config.pipeline, config.spatial)),
-            case.image if self.random else None,
-        )
+        prepared = self.steps.prepared(case)
         training = PlannedTraining(prepared.config, as_network(prepared.model), prepared.size)
         if self.machine is None or not is_flat(training.model):
             network = config.model.name

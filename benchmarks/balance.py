@@ -19,8 +19,8 @@ from distseg.config.settings import ModelConfig
 from distseg.config.sizes import Size
 from distseg.models.zoo import build_model
 from distseg.planning.cost import measured
-from distseg.planning.stage_memory import Policy
-from distseg.planning.stage_report import OURS, costs_of, plan, window_of
+from distseg.planning.held import Policy
+from distseg.planning.stage_report import OURS, costs_of, plan, tensors_of_stages, window_of
 from distseg.report.style import FAINT, PALETTE, new_figure
 
 QUESTION = "How much faster is the slowest pipeline stage of our split than that of the paper's, torchgpipe's and an even one?"
@@ -53,8 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.model, options.measured = "tiny", Size("32")
     policy = Policy(micro_batches=2)
+    window = window_of(options.window)
     plans = [
-        (options.window, plan(model, costs_of(model, window_of(options.window), 1), STAGES, policy))
+        (
+            options.window,
+            plan(
+                model,
+                costs_of(model, window, 1),
+                tensors_of_stages(model, window, 1),
+                STAGES,
+                policy,
+            ),
+        )
         for model in models
     ]
     plans.append((options.measured, _measured_plan(options, policy)))
@@ -89,7 +99,8 @@ def _measured_plan(options: argparse.Namespace, policy: Policy) -> dict:
             file=sys.stderr,
             flush=True,
         )
-    return plan(options.model, costs[0], STAGES, policy, judged_by=costs[1])
+    tensors = tensors_of_stages(options.model, window_of(options.measured), 1)
+    return plan(options.model, costs[0], tensors, STAGES, policy, judged_by=costs[1])
 
 
 def _rows(window: Size, found: dict) -> list[dict]:

@@ -13,7 +13,6 @@ import argparse
 import gc
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -21,10 +20,12 @@ from torch import Tensor
 from benchmarks.pipeline_steps import SCHEDULES, Step, config_of
 from benchmarks.steps import Setting
 from distseg.comm.launch import peak_memory, reset_peak_memory, resident_memory, world
+from distseg.layers.loss import Loss
 from distseg.models.zoo import build_model
-from distseg.planning.cost import modelled
+from distseg.planning.held import Policy
 from distseg.planning.live_bytes import LiveBytes
-from distseg.planning.stage_memory import Policy, ranges_of, stage_memory
+from distseg.planning.live_tensors import TileSizes, tensors_of
+from distseg.planning.stage_memory import TileMemory
 from distseg.training.engine import Engine
 
 _CPU = torch.device("cpu")
@@ -77,12 +78,10 @@ def predicted(step: Step, setting: Setting, stage: int) -> dict[str, float]:
     """Bytes of a stage as ``distseg plan`` tells them."""
     config, ranges = step.engine.config, step.engine.partition.ranges
     policy = Policy(config.train.accumulate, config.pipeline.schedule, config.pipeline.recompute)
-    costs = modelled(build_model(config.model), setting.size)
-    return asdict(
-        stage_memory(
-            ranges_of(costs), (ranges[stage].start, ranges[stage].stop), stage, len(ranges), policy
-        )
-    )
+    loss = Loss(config.loss, config.model.out_channels)
+    tensors = tensors_of(build_model(config.model), setting.size, 1, "fp32", False, loss)
+    memory = TileMemory(tensors, TileSizes.whole(len(tensors.layers)), policy.micro_batches)
+    return memory.of_stage(ranges[stage], stage, len(ranges), policy)._asdict()
 
 
 def main() -> None:

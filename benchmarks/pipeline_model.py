@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from benchmarks.harness import parent, report
 from benchmarks.rows import Rows
@@ -19,7 +22,11 @@ from distseg.models.zoo import ZOO, outline_model
 from distseg.planning.balance import fastest_split
 from distseg.planning.cost import Costs, modelled
 from distseg.planning.fold import v_split
-from distseg.planning.stage_memory import Policy, ranges_of, stage_seconds
+from distseg.planning.held import Policy
+from distseg.planning.live_tensors import NetworkTensors, TileSizes, stage_tensors
+from distseg.planning.stage_memory import maps_of_stage
+from distseg.planning.stage_report import tensors_of_stages
+from distseg.planning.stages import stage_seconds
 from distseg.report.style import FAINT, INK, PALETTE, new_figure
 from distseg.report.tables import table
 from distseg.runtime.partition import Edge, edges_between, stage_ranges
@@ -39,14 +46,42 @@ PAPER = {  # speed-up of 6 stages over 1; taken for summit-small's where our sou
 }  # fmt: skip
 
 
+class Network(NamedTuple):
+    """Costs and tensors of a model for one window."""
+
+    costs: Costs
+    tensors: NetworkTensors
+
+    def held(self, layers: range) -> float:
+        """Return the bytes that a stage holds of a micro-batch between its two passes."""
+        tensors = self.tensors
+        whole = TileSizes.whole(len(tensors.layers))
+        maps = maps_of_stage(tensors.reads, layers)
+        return stage_tensors(tensors, whole, layers, *maps, False).full
+
+    def travels(self) -> np.ndarray:
+        """Return the bytes that layers a..b-1 receive and send, there and back, in entry [a, b]."""
+        layers = self.costs.layers
+        found = np.zeros((len(layers) + 1, len(layers) + 1))
+        for a in range(len(layers)):
+            for b in range(a + 1, len(layers) + 1):
+                maps = maps_of_stage(self.costs.inputs, range(a, b))
+                found[a, b] = 2 * sum(layers[m - 1].output for each in maps for m in each if m)
+        return found
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """A model cut into stages that are held by ranks."""
 
-    costs: Costs
+    network: Network
     balance: tuple[int, ...]
     placement: tuple[int, ...]
     link: float = LINKS["NVLink"]  # bytes/s, from one rank to another
+
+    @property
+    def costs(self) -> Costs:
+        return self.network.costs
 
     @property
     def ranges(self) -> list[range]:
@@ -96,7 +131,7 @@ class Pipeline:
             lambda e: self.bytes(e) / self.link,
             again,
         )
-        held = max(peak_memory(actions, self.total("activation")))
+        held = max(peak_memory(actions, list(map(self.network.held, self.ranges))))
         return {
             "makespan": found.makespan,
             "bubble": sum(found.idle) / found.ranks,
@@ -106,28 +141,33 @@ class Pipeline:
 
 
 @lru_cache
-def costs_of(model: str, window: int) -> Costs:
-    return modelled(outline_model(ModelConfig(model)), (window, window))
+def network_of(model: str, window: int) -> Network:
+    costs = modelled(outline_model(ModelConfig(model)), (window, window))
+    return Network(costs, tensors_of_stages(model, (window, window), 1))
 
 
-def contiguous(costs: Costs, ranks: int, link: float = LINKS["NVLink"]) -> list[Pipeline]:
+@lru_cache
+def travels_of(network: Network) -> np.ndarray:
+    return network.travels()
+
+
+def contiguous(network: Network, ranks: int, link: float = LINKS["NVLink"]) -> list[Pipeline]:
     """With the splits whose slowest rank is fastest, messages not counted and counted."""
-    tables = [
-        stage_seconds(costs, ranges_of(costs), Policy(), ranks, counted) for counted in (None, link)
-    ]
+    seconds = stage_seconds(network.costs, Policy(), ranks)
     return [
-        Pipeline(costs, tuple(fastest_split(table, ranks)), tuple(range(ranks)), link)
-        for table in tables
+        Pipeline(network, tuple(fastest_split(table, ranks)), tuple(range(ranks)), link)
+        for table in (seconds, seconds + travels_of(network) / link)
     ]
 
 
-def folded(costs: Costs, ranks: int, link: float = LINKS["NVLink"]) -> list[Pipeline]:
+def folded(network: Network, ranks: int, link: float = LINKS["NVLink"]) -> list[Pipeline]:
     """The same for the V."""
+    costs = network.costs
     seconds = [f + b for f, b in zip(costs.forward, costs.backward)]
     travels = [None, [2 * layer.output / link for layer in costs.layers]]
     return [
         Pipeline(
-            costs, tuple(v_split(seconds, costs.skips, ranks, travel)), v_placement(ranks), link
+            network, tuple(v_split(seconds, costs.skips, ranks, travel)), v_placement(ranks), link
         )
         for travel in travels
     ]
@@ -147,11 +187,11 @@ def paper_rows(models: Sequence[str], windows: Sequence[int], most: int) -> list
     rows = []
     for model in models:
         for window in windows:
-            costs = costs_of(model, window)
+            network = network_of(model, window)
             for stages in range(2, most + 1) if window == windows[0] else (most,):
-                rows.append(_paper_row(model, window, "ours", contiguous(costs, stages)))
+                rows.append(_paper_row(model, window, "ours", contiguous(network, stages)))
             if model in PAPER_BALANCE:
-                paper = [Pipeline(costs, PAPER_BALANCE[model], tuple(range(6)))]
+                paper = [Pipeline(network, PAPER_BALANCE[model], tuple(range(6)))]
                 rows.append(
                     _paper_row(model, window, "paper's", paper)
                     | {"paper": PAPER.get((model, window))}
@@ -160,7 +200,7 @@ def paper_rows(models: Sequence[str], windows: Sequence[int], most: int) -> list
 
 
 def _paper_row(model: str, window: int, split: str, pipelines: Sequence[Pipeline]) -> dict:
-    stages, one = len(pipelines[0].balance), contiguous(pipelines[0].costs, 1)
+    stages, one = len(pipelines[0].balance), contiguous(pipelines[0].network, 1)
     row = {
         "model": model,
         "window": window,
@@ -184,8 +224,8 @@ def v_rows(models: Sequence[str], window: int, ranks: Sequence[int], most: int) 
         for count in ranks:
             for name, link in LINKS.items():
                 pipelines = {
-                    "S": contiguous(costs_of(model, window), count, link),
-                    "V": folded(costs_of(model, window), count, link),
+                    "S": contiguous(network_of(model, window), count, link),
+                    "V": folded(network_of(model, window), count, link),
                 }
                 for schedule in ("gpipe", "1f1b"):
                     for m in range(1, most + 1):
@@ -235,11 +275,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     first, second = paper_rows(models, windows, max(ranks)), v_rows(models, window, ranks, most)
     shown = [row for row in second if row["m"] in (min(4, most), 8, 16)]
     splits = {
-        f"{model}, {count} ranks, {name}": [p.balance for p in make(costs_of(model, window), count)]
+        f"{model}, {count} ranks, {name}": [p.balance for p in make(network_of(model, window), count)]
         for model in models for count in ranks for name, make in (("S", contiguous), ("V", folded))
     }  # fmt: skip
     parameters = {
-        "models": models, "windows": windows, "window of the V": window, "ranks": ranks, "costs": costs_of(models[0], window).source,
+        "models": models, "windows": windows, "window of the V": window, "ranks": ranks, "costs": network_of(models[0], window).costs.source,
         "links [bytes/s]": LINKS, "splits": splits, "paper's splits": PAPER_BALANCE, "dtype": "float32",
     }  # fmt: skip
     notes = f"{table(shown)}\n\n{NOTES}"

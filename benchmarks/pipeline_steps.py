@@ -26,7 +26,8 @@ from distseg.models.zoo import build_model
 from distseg.planning.balance import fastest_split
 from distseg.planning.cost import Costs, measured
 from distseg.planning.fold import v_split
-from distseg.planning.stage_memory import Policy, ranges_of, stage_seconds
+from distseg.planning.held import Policy
+from distseg.planning.stages import stage_seconds
 from distseg.runtime.partition import edges_between, stage_ranges
 from distseg.runtime.schedule import orders, v_placement
 from distseg.runtime.simulator import simulate
@@ -90,7 +91,7 @@ def balances(costs: Costs, ranks: int) -> dict[str, list[int]]:
     """The layers of each stage by placement, so that the slowest rank is as fast as can be."""
     seconds = [f + b for f, b in zip(costs.forward, costs.backward)]
     return {
-        "linear": fastest_split(stage_seconds(costs, ranges_of(costs), Policy(), ranks), ranks),
+        "linear": fastest_split(stage_seconds(costs, Policy(), ranks), ranks),
         "v-shaped": v_split(seconds, costs.skips, ranks),
     }
 

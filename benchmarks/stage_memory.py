@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _row(stages: int, case: dict, stage: int, found: dict) -> dict:
     measured, predicted = found["measured"], found["predicted"]
-    rise = predicted["activations"] + predicted["working"]
+    rise = predicted["activations"]
     resident = measured["resident"]
     return {
         "S": stages,

@@ -31,6 +31,7 @@ from distseg.config.settings import (
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import plain_model
+from distseg.planning.held import Policy, largest_holdings
 from distseg.planning.layout_pictures import plot_layouts
 from distseg.planning.live_tensors import stage_tensors
 from distseg.planning.machine import NUMBERS, as_profile, load_machine, profile_names
@@ -38,7 +39,6 @@ from distseg.planning.mesh_layout import FAMILIES, MeshLayout, Prediction
 from distseg.planning.mesh_search import Planner, _Found
 from distseg.planning.rank_memory import held_at_once
 from distseg.planning.rates import Rate, Rates
-from distseg.planning.stage_memory import Policy, largest_holdings
 from distseg.report.style import PALETTE
 from distseg.tiling.tile import tiles, window
 from distseg.training.programs import StepPrograms
@@ -237,6 +237,22 @@ def test_bounds_are_never_above_the_prediction(ranks):
         assert max(least) <= found.memory, one
 
 
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_memory_of_stages_is_never_below_its_bound(ranks):
+    plan, draw = planner(batch=6), random.Random(ranks)
+    layers, seen, near = len(plan.work.costs.layers), 0, 0
+    for one in plan.candidates(ranks):
+        tile, policy = plan.grids.tile_work(one.tiles, one.exchange).sizes, plan._policy(one)
+        least = plan._memory.least_of_stages(one.stages, policy, tile)
+        for stage in range(one.stages):
+            a, b = sorted(draw.sample(range(layers + 1), 2))
+            a, b = a if stage else 0, b if stage + 1 < one.stages else layers
+            took = plan._memory.of_stage(range(a, b), stage, one.stages, policy, tile)
+            assert least[stage, a, b] <= took, (one, stage, a, b)
+            seen, near = seen + 1, near + (least[stage, a, b] > 0.7 * took)
+    assert near > seen / 2 > 10  # The bound is of use.
+
+
 def test_parts_add_up_and_splits_without_messages_divide_the_work():
     plan = planner(at=machine(**FREE), norm="none")
     one = plan.predict(layout())
@@ -354,7 +370,7 @@ def test_an_open_number_type_is_the_fastest_that_was_measured(tmp_path, given, f
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_micro_batchesheld_at_once(schedule, recompute):
+def test_micro_batches_held_at_once(schedule, recompute):
     for stages in (1, 2, 5):
         for m in (1, 3, 12):
             policy = Policy(m, schedule, recompute)

@@ -12,12 +12,12 @@ from distseg.config.settings import Config, DataConfig, LossConfig, ModelConfig,
 from distseg.config.sizes import Size
 from distseg.layers.loss import Loss
 from distseg.models.capture.capture import as_network
+from distseg.planning.held import Held
 from distseg.planning.live_bytes import LiveBytes
 from distseg.planning.live_tensors import TileSizes, stage_tensors, tensors_of
 from distseg.planning.machine import load_machine
 from distseg.planning.mesh_layout import MeshLayout
 from distseg.planning.mesh_search import Planner
-from distseg.planning.stage_memory import Held
 from distseg.runtime.pipeline import Pipeline
 from distseg.training.verify import plain_model
 

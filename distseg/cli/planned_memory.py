@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from torch import nn
+
+from distseg.cli.planned_training import PlannedTraining
 from distseg.config.settings import Config
 from distseg.config.sizes import Size
+from distseg.models.network import is_flat
 from distseg.models.zoo import outline_model
+from distseg.planning.held import Policy
+from distseg.planning.machine import load_machine
+from distseg.planning.stage_memory import TileMemory
+from distseg.planning.tile_grids import TileGrids
 from distseg.training.programs import StepPrograms
+from distseg.training.stages import schedule_of
 
 # Settings that decide about the memory of a step and that prediction does not take over.
 _NUMBERS = (
@@ -27,7 +37,7 @@ def planned_memory(config: Config, manifest: Mapping, start: Mapping) -> list[fl
     """Return the bytes that each rank of a training was expected to take in a step.
 
     They are the memory that the rank had before the first step, with weights, gradients and the
-    optimizer's state, and the activations by the memory model of ``distseg plan``. With
+    optimizer's state, and the tensors of a step by the memory model of ``distseg plan``. With
     ``streaming.memory`` they are this limit.
 
     Args:
@@ -51,12 +61,60 @@ def planned_memory(config: Config, manifest: Mapping, start: Mapping) -> list[fl
     if config.streaming.active or config.pipeline.placement == "devices":
         return None
     model = outline_model(config.model, *manifest["channels"])
-    programs = StepPrograms(config.with_dims(len(size), str(Size(size))), model, size)
-    activations = programs.activations(start["precision"], start["device"])
-    if activations is None:
+    config = config.with_dims(len(size), str(Size(size)))
+    if not is_flat(model):
         return None
+    tensors = step_tensors(config, model, size, start["precision"])
     # The stage is the fastest axis of the mesh.
-    return [bytes_ + activations[rank % len(activations)] for rank, bytes_ in enumerate(base)]
+    return [bytes_ + tensors[rank % len(tensors)] for rank, bytes_ in enumerate(base)]
+
+
+def step_tensors(
+    config: Config, model: nn.Module, size: Sequence[int], precision: str
+) -> list[float]:
+    """Return the bytes that a step takes beside weights and optimizer, for each rank of a pipeline.
+
+    They are those of the images, activations, gradients of activations and messages of the slowest
+    tile.
+
+    Args:
+        config: the settings of the training, without streaming.
+        model: the plain network, a list of known layers.
+        size: the size of an image in pixels.
+        precision: the number type: fp64, fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: the model cannot be trained with these settings.
+    """
+    programs = StepPrograms(config, model, size)
+    every, owned = config.spatial.exchange_every, config.owned.volume
+    grid = Size(a * b for a, b in zip(config.mesh.tiles, config.owned))
+    if programs.exchange(0) is None:
+        # Windows are computed like images of their own.
+        places = (place for n in range(config.mesh.tiles.volume) for place in programs.places(n))
+        size = max((place.window for place in places), key=lambda box: box.pixels).size
+        grid = Size((1,) * len(grid))
+    # Tiles that run together count as images of a larger micro-batch, the others as micro-batches.
+    images, units = (owned, 1) if programs.together else (1, owned)
+    images *= config.data.images
+    counted = replace(config, data=replace(config.data, images=images))
+    # The planner is asked for no seconds, so any machine serves.
+    machine = load_machine("a100")
+    step = images * units * config.train.accumulate * config.mesh.samples
+    work = PlannedTraining(counted, model, Size(size)).work(machine, step, precision)
+    grids = TileGrids(work)
+    memory = TileMemory(grids.tensors, grids.tile_work(grid, every).sizes, work.batch)
+    policy = Policy(
+        config.train.accumulate * units,
+        schedule_of(config.pipeline, config.mesh.stages, work.loss.linear),
+        config.pipeline.recompute,
+    )
+    stages, found = programs.stages, [0.0] * config.mesh.stages
+    for stage, rank in enumerate(stages.placement):
+        layers = stages.ranges[stage] or range(len(grids.tensors.layers))
+        took = memory.of_stage(layers, stage, stages.stages, policy)
+        found[rank] += took.images + took.activations
+    return found
 
 
 def _as_trained(config: Config, trained: Mapping) -> Config:

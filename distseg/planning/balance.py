@@ -5,22 +5,26 @@ split exactly. Let B[s, b] be the smallest possible maximum for the layers befor
 
     B[s, b] = min over a < b of max(B[s-1, a], cost of layers a..b-1 on stage s)
 
-Costs are tables: ``table[a, b]`` belongs to layers a..b-1. So the same code serves for seconds and
-for bytes. The seconds of layers a..b-1 are the sum over these layers. Their bytes are not a sum,
-and depend on the stage: under 1F1B early stages hold more micro-batches.
+Seconds are tables: ``table[a, b]`` is the sum over layers a..b-1. The bytes of a stage are not a
+sum over its layers, and depend on its number: under 1F1B early stages hold more micro-batches. A
+function returns them, which the search calls for few stages.
 This module also has other splits, for comparison.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
+# Function (stage, a, b) that returns the bytes of a stage with layers a..b-1.
+StageBytes = Callable[[int, int, int], float]
+
 
 def fastest_split(
-    seconds: np.ndarray, stages: int, peaks: np.ndarray | None = None, limit: float | None = None
+    seconds: np.ndarray, stages: int, bytes_of: StageBytes | None = None, limit: float | None = None
 ) -> list[int]:
     """Return numbers of layers per stage that make the slowest stage as fast as possible.
 
@@ -30,21 +34,18 @@ def fastest_split(
         seconds: (n + 1, n + 1), seconds of layers a..b-1 in ``seconds[a, b]``; or
             (S, n + 1, n + 1) if they depend on the stage. Only entries with a < b are read.
         stages: S, the number of stages.
-        peaks: (S, n + 1, n + 1), bytes that stage s takes with layers a..b-1. It is read only if
-            ``limit`` is given.
+        bytes_of: the bytes that a stage takes. It is called only if ``limit`` is given.
         limit: bytes that a stage may take; None for no limit.
 
     Raises:
         ValueError: there are more stages than layers, or no split fits the limit.
     """
-    layers = seconds.shape[-1] - 1
-    _check_stages(layers, stages)
-    if limit is None:
+    _check_stages(seconds.shape[-1] - 1, stages)
+    if limit is None or bytes_of is None:
         return split_within(seconds, stages)
-    found = split_within(seconds, stages, (table <= limit for table in peaks))
+    found = split_within(seconds, stages, bytes_of, limit)
     if found is None:
-        possible = _possible(layers)
-        least, _ = _cheapest([np.where(possible, table.T, np.inf) for table in peaks], np.maximum)
+        least = _least_limit(seconds, stages, bytes_of, limit)
         raise ValueError(
             f"no split into {stages} stages fits: in each, a stage takes at least "
             f"{least / 2**30:.4g} GiB, but the limit is {limit / 2**30:.4g} GiB: use more "
@@ -53,18 +54,127 @@ def fastest_split(
     return found
 
 
+def _least_limit(seconds: np.ndarray, stages: int, bytes_of: StageBytes, limit: float) -> float:
+    """Return the smallest memory limit that a split fits, up to ``_NEAR``.
+
+    Args:
+        seconds: the seconds of stages.
+        stages: the number of stages.
+        bytes_of: the bytes that a stage takes.
+        limit: a limit that no split fits.
+    """
+    low, high = limit, _most_bytes(split_within(seconds, stages), bytes_of)
+    while high > (1 + _NEAR) * low:
+        middle = (low + high) / 2
+        found = split_within(seconds, stages, bytes_of, middle)
+        if found is None:
+            low = middle
+        else:
+            high = _most_bytes(found, bytes_of)
+    return high
+
+
+def _most_bytes(balance: Sequence[int], bytes_of: StageBytes) -> float:
+    """Return the bytes of the stage that takes the most."""
+    starts = starts_of(balance)
+    return max(bytes_of(s, a, a + n) for s, (a, n) in enumerate(zip(starts, balance)))
+
+
+_NEAR = 1e-3
+
+
 def split_within(
-    seconds: np.ndarray, stages: int, fits: Iterable[np.ndarray] | None = None
+    seconds: np.ndarray,
+    stages: int,
+    bytes_of: StageBytes | None = None,
+    limit: float = np.inf,
+    least: np.ndarray | None = None,
+    fastest: list[int] | None = None,
 ) -> list[int] | None:
     """Return the split of :func:`fastest_split`, or None if no split fits.
 
-    If the fastest split of all fits, it is the one returned.
+    The search finds the fastest split, asks for the bytes of its stages, and excludes those that
+    do not fit, until the stages of a split fit. If a stage does not fit, no stage that has its
+    layers and more is tried in its place. So bytes are computed for few stages, not for all
+    possible ones.
 
     Args:
         seconds: (n + 1, n + 1) or (S, n + 1, n + 1), as in :func:`fastest_split`.
         stages: S, the number of stages.
-        fits: for each stage, a table (n + 1, n + 1) that is True if layers a..b-1 fit the stage;
-            None if all layers fit all stages.
+        bytes_of: the bytes that a stage takes; None without a limit.
+        limit: bytes that a stage may take.
+        least: (S, n + 1, n + 1), lower bounds of the bytes that stages take, if they are known.
+        fastest: the fastest split without a limit, if it is known.
+    """
+    found = fastest or _fastest_allowed(seconds, stages, None)
+    if bytes_of is None:
+        return found
+    layers = seconds.shape[-1] - 1
+    if least is None:
+        least = np.zeros((stages, layers + 1, layers + 1))
+    fits = least <= limit
+    while found is not None:
+        parts = [(stage, a, a + n) for stage, (a, n) in enumerate(zip(starts_of(found), found))]
+        if all(fits[part] for part in parts):
+            full = [part for part in parts if bytes_of(*part) > limit]
+            if not full:
+                break
+            for stage, *part in full:
+                a, b = _smallest_above(partial(bytes_of, stage), *part, limit, least[stage])
+                fits[stage, : a + 1, b:] = False
+        found = _fastest_allowed(seconds, stages, fits)
+    return found
+
+
+def _smallest_above(
+    bytes_of: Callable[[int, int], float], a: int, b: int, limit: float, least: np.ndarray
+) -> tuple[int, int]:
+    """Return a smallest part of layers a..b-1 that takes more than ``limit`` bytes, as (a, b).
+
+    Args:
+        bytes_of: the bytes of a stage with layers a..b-1, which is more than ``limit``.
+        a, b: the layers.
+        limit: the limit in bytes.
+        least: (n + 1, n + 1), about proportional to the bytes. If it is exact, few calls of
+            ``bytes_of`` are needed.
+    """
+
+    def about(limits: np.ndarray) -> int:
+        return int(np.count_nonzero(limits * bytes_of(a, b) <= limit * least[a, b]))
+
+    b = _first(a + 1, b, lambda n: bytes_of(a, n) > limit, a + 1 + about(least[a, a + 1 : b]))
+    a = _first(a + 1, b, lambda n: bytes_of(n, b) <= limit, b - about(least[a + 1 : b, b])) - 1
+    return a, b
+
+
+def _first(start: int, stop: int, fulfils: Callable[[int], bool], guess: int) -> int:
+    """Return the least of start, ..., stop - 1 that fulfils a condition, or ``stop``.
+
+    All numbers after the result must fulfil the condition too. The search begins at a guess and
+    doubles its steps, so that few numbers are tested if the guess is close.
+    """
+    step = 1
+    at = min(max(guess, start), stop - 1)
+    while start < stop:
+        if fulfils(at):
+            stop = at
+            at = max(start, stop - step)
+        else:
+            start = at + 1
+            at = min(stop - 1, start + step - 1)
+        step *= 2
+        if step > stop - start:
+            at = (start + stop) // 2
+    return stop
+
+
+def _fastest_allowed(seconds: np.ndarray, stages: int, fits: np.ndarray | None) -> list[int] | None:
+    """Return the fastest split whose stages are allowed, or None if there is none.
+
+    Args:
+        seconds: (n + 1, n + 1) or (S, n + 1, n + 1), as in :func:`fastest_split`.
+        stages: S, the number of stages.
+        fits: (S, n + 1, n + 1), True where a stage may have layers a..b-1; None if each may.
     """
     possible = _possible(seconds.shape[-1] - 1)
     allowed = [possible] * stages if fits is None else [possible & table.T for table in fits]

@@ -1,18 +1,13 @@
-"""Find the cost of each layer of a network: seconds, and the tensors that autograd keeps.
+"""Find the cost of each layer of a network: seconds, parameters, and the bytes of its result.
 
-The network must be a list of layer calls. Each layer runs on the meta device, and PyTorch reports
-what autograd keeps. So this file has no list of layer types, and works for a user's own layers. A
-convolution, a norm and an activation keep their input. Max-pooling keeps its indices as well,
-channel dropout keeps its small mask, and a concatenation keeps nothing. Two layers may keep the
-same tensor, which takes memory only once. Tensors therefore have numbers::
-
-    number    0  enc0_conv0  1  enc0_drop0  3  enc0_norm0  4
-    kept         {0}            {2: mask}      {3}
+The network must be a list of layer calls. Each layer runs on the meta device, where its operations
+and their memory traffic are counted. So this file has no list of layer types, and works for a
+user's own layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -21,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from distseg.models.network import calls_of
-from distseg.planning.layerwise import Numbers, alone, copied, random_input
+from distseg.planning.layerwise import alone, copied, random_input
 from distseg.planning.roofline import V100, Device, counted, seconds_of
-from distseg.runtime.own_part import AUTOCAST
 from distseg.tiling.graph import Skip, skips_of
 
 DTYPES = {
@@ -42,11 +36,7 @@ class LayerCost:
         name: the layer's name.
         forward, backward: seconds of a pass.
         parameters: number of parameters.
-        activation: bytes that autograd keeps for this layer but for no earlier one. The sum over
-            all layers is what autograd keeps for the model.
         output: bytes of the output.
-        kept: numbers of the tensors that autograd keeps for this layer, without parameters.
-        result: number of the output tensor. A layer that returns its input has the input's number.
         puts_off: True if the layer has convolutions. A schedule may then compute its weight
             gradients later than its input gradient.
     """
@@ -55,10 +45,7 @@ class LayerCost:
     forward: float
     backward: float
     parameters: int
-    activation: int
     output: int
-    kept: frozenset[int]
-    result: int
     puts_off: bool = False
 
 
@@ -75,20 +62,18 @@ class Costs:
 
     Attributes:
         layers: the cost of each layer.
-        sizes: the bytes of each tensor, by its number. Number 0 is the model's input.
+        image: bytes of the images of a micro-batch.
         inputs: for each layer, the tensor ids of the feature maps that it reads.
         source: a description of where the seconds come from, such as "modelled for v100".
         weight_bytes: bytes of a weight, a gradient, or a value of the optimizer.
-        cast_bytes: bytes of a weight's copy in the number type of the layers; 0 without copies.
         outside: FLOPs whose shapes lie outside the measured ones, as a share of all FLOPs.
     """
 
     layers: tuple[LayerCost, ...]
-    sizes: tuple[int, ...]
+    image: int
     inputs: tuple[tuple[int, ...], ...]
     source: str
     weight_bytes: int = 4
-    cast_bytes: int = 0
     outside: float = 0.0
 
     @cached_property
@@ -138,18 +123,12 @@ def modelled(
 
     model = copied(model, outline)
     kind, flops, outside = precision or "fp32", 0, 0
-    numbers = Numbers(model)
     x = random_input(model, size, batch, "meta")
-    numbers.number(x)
     found: list[LayerCost] = []
     for name, call in alone(model, x):
-        kept: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-            output, forward = counted(call.forward)
+        output, forward = counted(call.forward)
         _, backward = counted(call.backward)
-        keeps = frozenset(numbers.number(t) for t in kept if not numbers.is_weight(t))
         parameters = sum(p.numel() for p in call.layer.parameters())
-        result = numbers.number(output)
         flops += forward.flops + backward.flops
         outside += device.outside(forward, kind) + device.outside(backward, kind)
         convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in call.layer.modules())
@@ -159,21 +138,17 @@ def modelled(
                 device.seconds(forward, kind),
                 device.seconds(backward, kind),
                 parameters,
-                0,
                 output.nbytes,
-                keeps,
-                result,
                 convolves,
             )
         )
     inputs = tuple(call.reads for call in calls_of(model))
     return Costs(
-        tuple(_counted_once(found, numbers.sizes)),
-        tuple(numbers.sizes),
+        tuple(found),
+        x.nbytes,
         inputs,
         f"modelled for {device.name}",
         8 if x.dtype == torch.float64 else 4,
-        2 if x.dtype in AUTOCAST.values() else 0,
         outside / flops if flops else 0.0,
     )
 
@@ -206,10 +181,3 @@ def measured(model: nn.Module, size: Sequence[int], batch: int = 1, repeats: int
         replace(layer, forward=f, backward=b) for layer, (f, b) in zip(structure.layers, times)
     )
     return replace(structure, layers=layers, source=f"measured on {device.type}")
-
-
-def _counted_once(layers: list[LayerCost], sizes: list[int]) -> Iterator[LayerCost]:
-    seen: set[int] = set()
-    for layer in layers:
-        yield replace(layer, activation=sum(sizes[t] for t in layer.kept - seen))
-        seen |= layer.kept

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,9 +33,9 @@ from distseg.layers.norm import NORMS, tracks
 from distseg.models.layers import Cat, Pop, Stash
 from distseg.models.network import calls_of, flat_layers
 from distseg.planning.cost import DTYPES
+from distseg.planning.held import Held
 from distseg.planning.layerwise import Numbers, alone, copied, random_input
 from distseg.planning.live_bytes import LiveBytes
-from distseg.planning.stage_memory import Held
 from distseg.runtime.own_part import AUTOCAST
 from distseg.runtime.swap_layers import Folded, parallelize
 from distseg.tiling.graph import last_readings
@@ -43,6 +44,9 @@ LABEL = 8  # bytes of a label, which is int64
 # Numbers in float64 that a norm keeps for each channel of an image: moments, the coefficients that
 # follow from them, and dropout masks.
 _NUMBERS = 16
+# Tables of float64 with a number for each image of a step and each partial sum of the loss: the
+# sums, the loss gradient, and their copies.
+_TABLES = 4
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,13 @@ class LossTensors(NamedTuple):
         forward: bytes at the peak of its forward pass, without the network's result.
         backward: bytes at the peak of its backward pass, the gradient of the network's result
             included, besides the kept ones.
+        row: bytes of the tables of partial sums, for each image of a step.
     """
 
     kept: int
     forward: int
     backward: int
+    row: int
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,7 @@ class NetworkTensors:
         pixels: bytes of the images as they are given to the network, and of their labels.
         weight_bytes: bytes of a weight, a gradient, or a value of the optimizer.
         cast_bytes: bytes of a weight's copy in the number type of the layers; 0 without copies.
+        images: the number of images of a micro-batch.
     """
 
     layers: tuple[LayerTensors, ...]
@@ -120,6 +127,7 @@ class NetworkTensors:
     pixels: tuple[int, int]
     weight_bytes: int
     cast_bytes: int
+    images: int
 
     def of_map(self, source: int) -> int:
         """Return the number of the tensor that holds feature map ``source``; 0 is the image."""
@@ -132,31 +140,76 @@ class NetworkTensors:
         found = stage_tensors(self, TileSizes.whole(len(layers)), layers, (), (), False)
         return found.full + found.working + sum(self.pixels)
 
-    def least_of_layers(self, tile: TileSizes) -> list[tuple[dict[int, float], float]]:
-        """Return lower bounds of the bytes in each layer's backward pass.
+    def least_of_stages(self, tile: TileSizes) -> StageTensors:
+        """Return lower bounds of what :func:`stage_tensors` returns, for all possible stages.
 
-        A bound has the bytes of the tensors that autograd keeps for the layer, by tensor, and the
-        bytes of the gradients of the layer's result and of its inputs.
+        In the backward pass of layer l, autograd keeps nothing any more for the layers behind it.
+        So a stage with layers a..b-1 takes at the peak at least the largest of these, for l from a
+        to b-1: what is held for layers a..l, the gradients of the inputs of layer l, and either the
+        gradient of its result or those of all maps that the stage has sent.
 
         Args:
             tile: the sizes of feature maps on a tile.
+
+        Returns:
+            Arrays (n + 1, n + 1) for n layers. Entry [a, b] belongs to a stage with layers a..b-1.
+            Only ``full``, ``inputs``, ``received``, ``sent`` and ``working`` are computed; the
+            others are 0.
         """
-        least, found = list(tile.maps), []
+        least, n = list(tile.maps), len(self.layers)
         for reads, frame in zip(self.reads, tile.frames):
             if frame:
                 least[reads[0]] = min(least[reads[0]], frame)
-
-        def size(number: int) -> float:
-            owner = self.owners[number]
-            return self.sizes[number] * (1.0 if owner is None else least[owner])
-
-        images = set() if self.cast_bytes else {0}
-        for layer, reads in zip(self.layers, self.reads):
+        sizes = np.array(self.sizes, dtype=float)
+        sizes *= [1.0 if owner is None else least[owner] for owner in self.owners]
+        if not self.cast_bytes:
+            sizes[0] = 0.0  # The images of all micro-batches are counted together.
+        tables = (table.bytes_of(sizes) for table in self._held_by_stages)
+        full, inputs, received, sent = tables
+        results, made = sizes[[layer.result for layer in self.layers]], np.zeros(n)
+        for number, (layer, reads) in enumerate(zip(self.layers, self.reads)):
             new = [source for place, source in enumerate(reads) if place not in layer.views]
-            made = [self.of_map(source) for source in new if source]
-            kept = {one: size(one) for one in layer.kept - images}
-            found.append((kept, sum(map(size, [layer.result, *made]))))
-        return found
+            made[number] = sum(sizes[self.of_map(source)] for source in new if source)
+        upper = np.tri(n, dtype=bool).T
+        moments = np.where(upper, full[:-1, 1:] + made, 0.0)
+        working = np.zeros_like(full)
+        working[:-1, 1:] = np.maximum(
+            np.maximum.accumulate(np.where(upper, moments + results, 0.0), axis=1),
+            np.maximum.accumulate(moments, axis=1) + sent[:-1, 1:],
+        )
+        received[0] = 0.0  # The first stage reads the images.
+        nothing = np.zeros_like(full)
+        return StageTensors(
+            full, inputs, received, sent, nothing, nothing, np.maximum(working - full, 0.0), nothing
+        )
+
+    @cached_property
+    def _held_by_stages(self) -> tuple[_StageRanges, ...]:
+        """Tensors that stages hold after the forward pass, as inputs, received ones, and sent ones.
+
+        The received and sent ones are counted for each feature map. Two feature maps may be one
+        tensor, which is held only once.
+        """
+        layers = len(self.layers)
+        full, inputs, received, sent = tables = tuple(_StageRanges(layers) for _ in range(4))
+        readings: dict[int, list[tuple[int, int]]] = {}  # by map: (layer, least first layer)
+        for number, reads in enumerate(self.reads):
+            for source in reads:
+                readings.setdefault(source, []).append((number, source))
+        read: dict[int, list[tuple[int, int]]] = {}  # the same by tensor
+        for source, places in readings.items():
+            one, last = self.of_map(source), places[-1][0]
+            sent.add(one, range(source), range(source, last + 1))
+            received.add_first(one, places)
+            read.setdefault(one, []).extend(places)
+        held = {one: list(places) for one, places in read.items()}
+        for number, layer in enumerate(self.layers):
+            for one in layer.kept:
+                held.setdefault(one, []).append((number, 0))
+        for table, found in ((inputs, read), (full, held)):
+            for one, places in found.items():
+                table.add_first(one, places)
+        return tables
 
 
 def tensors_of(
@@ -237,6 +290,7 @@ def tensors_of(
         ),
         8 if precision == "fp64" else 4,
         2 if precision in AUTOCAST else 0,
+        images,
     )
 
 
@@ -300,7 +354,7 @@ def _of_loss(loss: Criterion, output: Tensor, precision: str) -> LossTensors:
     found = {_key(t): t.untyped_storage().nbytes() for t in kept}
     found.pop(_key(labels), None)
     held = sum(found.values())
-    return LossTensors(held, there.peak + copy, back.peak + copy // 2)
+    return LossTensors(held, there.peak + copy, back.peak + copy // 2, _TABLES * 8 * loss.sums)
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,6 +368,9 @@ class TileSizes:
         read: for each layer, the cells of its input that it reads, if these are a part of what the
             tile holds; else 0.
         cut: for each layer, True if its result is a part of what its kernel computes.
+        between: for each layer, for each feature map that it reads, the cells of a tensor that its
+            backward pass makes for a moment if the layer reads a part of the map along two dims or
+            more: PyTorch extends the gradient to the whole map dim by dim. Else 0.
         owned: the pixels that the tile owns.
         buffers: bytes of the buffers of halo messages.
     """
@@ -322,6 +379,7 @@ class TileSizes:
     frames: tuple[float, ...]
     read: tuple[float, ...]
     cut: tuple[bool, ...]
+    between: tuple[tuple[float, ...], ...]
     owned: float
     buffers: float = 0.0
 
@@ -329,11 +387,70 @@ class TileSizes:
     def whole(cls, layers: int) -> TileSizes:
         """Return the sizes of a single tile, which is the image."""
         none = (0.0,) * layers
-        return cls((1.0,) * (layers + 1), none, none, (False,) * layers, 1.0)
+        return cls((1.0,) * (layers + 1), none, none, (False,) * layers, ((),) * layers, 1.0)
+
+
+class _StageRanges:
+    """List of tensors with the stages that hold them.
+
+    Args:
+        layers: the number of layers of the network.
+    """
+
+    def __init__(self, layers: int):
+        self._side = layers + 2
+        self._tensors: list[int] = []
+        self._corners: list[int] = []
+        self._signs: list[int] = []
+
+    def add(self, tensor: int, first: range, stop: range) -> None:
+        """Add a tensor that every stage holds with layers a..b-1, for a in first and b in stop."""
+        for a, b, sign in (
+            (first.start, stop.start, 1),
+            (first.start, stop.stop, -1),
+            (first.stop, stop.start, -1),
+            (first.stop, stop.stop, 1),
+        ):
+            self._tensors.append(tensor)
+            self._corners.append(a * self._side + b)
+            self._signs.append(sign)
+
+    def add_first(self, tensor: int, places: Sequence[tuple[int, int]]) -> None:
+        """Add a tensor that stages hold from the first of some layers on.
+
+        Args:
+            tensor: the number of the tensor.
+            places: pairs (layer, least first layer): a stage holds the tensor if it has this layer,
+                and if its first layer is not below the second number.
+        """
+        first, last = 0, max(layer for layer, _ in places)
+        while first <= last:
+            layers = [layer for layer, least in places if least <= first <= layer]
+            # For the same first layers, the tensor is held from the same layer on.
+            ends = [least for layer, least in places if first < least <= layer]
+            stop = min([*(layer + 1 for layer in layers), *ends])
+            if layers:
+                self.add(tensor, range(first, stop), range(min(layers) + 1, self._side - 1))
+            first = stop
+
+    def bytes_of(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the bytes that stages hold, (n + 1, n + 1), for layers a..b-1 in [a, b].
+
+        Args:
+            sizes: the bytes of each tensor.
+        """
+        weights = sizes[self._tensors] * self._signs
+        changes = np.bincount(self._corners, weights, self._side**2)
+        return changes.reshape(self._side, self._side).cumsum(0).cumsum(1)[:-1, :-1]
+
+
+Bytes = float | np.ndarray
 
 
 class StageTensors(NamedTuple):
     """Bytes of tensors of one stage on one tile, for one micro-batch.
+
+    Of many stages, each attribute is an array.
 
     Attributes:
         full: bytes between the forward and the backward pass.
@@ -348,16 +465,16 @@ class StageTensors(NamedTuple):
             postpones them.
     """
 
-    full: float
-    inputs: float
-    received: float
-    sent: float
-    building: float
-    passing: float
-    working: float
-    put_off: float
+    full: Bytes
+    inputs: Bytes
+    received: Bytes
+    sent: Bytes
+    building: Bytes
+    passing: Bytes
+    working: Bytes
+    put_off: Bytes
 
-    def load(self, held: Held) -> float:
+    def load(self, held: Held) -> Bytes:
         """Return the bytes of all micro-batches of which a stage holds tensors at one moment."""
         found = held.full * self.full + held.inputs * self.inputs + held.arriving * self.received
         found += (held.returning + held.leaving) * self.sent + held.put_off * self.put_off
@@ -552,7 +669,8 @@ class _Walk:
             weights = layer.parameters * (network.weight_bytes + network.cast_bytes)
             scratch = layer.backward * self.tile.maps[number + 1]
             # The gradient of a part is made first, and then copied into that of the whole.
-            scratch += network.sizes[layer.inputs[0]] * self.tile.read[number]
+            read = max((self.tile.read[number], *self.tile.between[number][:1]))
+            scratch += network.sizes[layer.inputs[0]] * read
             scratch += self.size_of_map(number + 1) if self.tile.cut[number] else 0.0
             self._note(0.0 if later else max(scratch, weights))
             if later:
@@ -588,6 +706,9 @@ class _Walk:
                 self._note(self.size_of_map(source))
             else:
                 found.append(self._new(self.size_of_map(source) if source else 0.0))
+                if source and self.tile.between[number]:
+                    between = self.tile.between[number][place]
+                    self._note(network.sizes[network.of_map(source)] * between)
         return found
 
     def _add(self, pending: dict[int, Hashable], source: int, made: Hashable) -> None:

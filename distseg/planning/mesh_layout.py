@@ -188,4 +188,4 @@ class Work:
 
     def bytes_of(self, source: int) -> float:
         """Return the bytes of a micro-batch's feature map number ``source``; map 0 is the image."""
-        return self.costs.layers[source - 1].output if source else self.costs.sizes[0]
+        return self.costs.layers[source - 1].output if source else self.costs.image

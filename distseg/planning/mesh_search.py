@@ -26,13 +26,14 @@ import numpy as np
 
 from distseg.planning.balance import split_within, starts_of
 from distseg.planning.cost import Costs, Seconds
+from distseg.planning.held import Policy
 from distseg.planning.live_tensors import TileSizes
 from distseg.planning.machine import Machine
 from distseg.planning.mesh_layout import EXCHANGES, MeshLayout, Prediction, Work
 from distseg.planning.pass_times import Modelled, StagePasses
 from distseg.planning.pipeline_bounds import PipelineTimes
 from distseg.planning.rank_memory import RankMemory
-from distseg.planning.stage_memory import Policy, stage_seconds
+from distseg.planning.stages import stage_seconds
 from distseg.planning.tile_grids import TileGrids, TileWork
 from distseg.runtime.partition import Partition
 from distseg.runtime.schedule import orders, splits
@@ -597,51 +598,28 @@ class Planner:
 
     def _find_cut(self, on_tile: _LayersOnTile, stages: int, policy: Policy) -> _Stages | None:
         """Return the fastest stages, or None if no split into stages fits the memory limit."""
-        seconds = self._seconds_on(on_tile)
-        balance = [len(self.work.costs.layers)]
+        tile, balance = on_tile.tile.sizes, [len(self.work.costs.layers)]
         if stages > 1:
-            balance, _ = self._fastest_split(on_tile, stages, policy.recompute)
-        partition = self._partition(tuple(balance))
-        if stages > 1 and self._memory.exceeds(partition, policy, on_tile.tile, self.limit):
-            found = self._cut_within(on_tile, stages, policy)
+
+            def bytes_of(stage: int, a: int, b: int) -> float:
+                return self._memory.of_stage(range(a, b), stage, stages, policy, tile)
+
+            table = self._stage_seconds(on_tile, policy.recompute)
+            fastest, _ = self._fastest_split(on_tile, stages, policy.recompute)
+            least = self._memory.least_of_stages(stages, policy, tile)
+            found = split_within(table, stages, bytes_of, self.limit, least, fastest)
             if found is None:
                 return None
-            partition, memory = found
-        else:
-            memory = self._memory.peak(partition, policy, on_tile.tile)
+            balance = found
+        partition = self._partition(tuple(balance))
         share = max(on_tile.tile.shares)
         travels = tuple(
             self.machine.message(on_tile.neighbours, share * self.work.bytes_of(edge.map))
             for edge in partition.edges
         )
+        memory = self._memory.peak(partition, policy, tile)
+        seconds = self._seconds_on(on_tile)
         return _Stages(self.work.costs, seconds, policy, partition, travels, memory)
-
-    def _cut_within(
-        self, on_tile: _LayersOnTile, stages: int, policy: Policy
-    ) -> tuple[Partition, float] | None:
-        """Return the fastest stages that fit the memory limit, with their memory, or None.
-
-        The tables of :class:`Ranges` tell quickly how much memory any stage takes, but only about.
-        So the limit for the tables is lowered until the stages that they allow fit.
-
-        Args:
-            on_tile: the layers on the slowest tile.
-            stages: the number of stages.
-            policy: the schedule and recomputation.
-        """
-        tables = list(self._memory.tables(stages, policy, on_tile.tile))
-        seconds = self._stage_seconds(on_tile, policy.recompute)
-        limit = max(0.0, self.limit - self.machine.base)
-        for _ in range(_TRIES):
-            balance = split_within(seconds, stages, (table <= limit for table in tables))
-            if balance is None:
-                return None
-            partition = self._partition(tuple(balance))
-            memory = self._memory.peak(partition, policy, on_tile.tile)
-            if memory <= self.limit:
-                return partition, memory
-            limit *= min(0.95, (self.limit - self.machine.base) / (memory - self.machine.base))
-        return None
 
     def _find_fastest_split(
         self, on_tile: _LayersOnTile, stages: int, recompute: str
@@ -659,7 +637,7 @@ class Planner:
         recomputes some micro-batches only.
         """
         seconds, policy = self._seconds_on(on_tile), Policy(recompute=recompute)
-        return stage_seconds(seconds, self._memory.ranges, policy, 1)[0]
+        return stage_seconds(seconds, policy, 1)[0]
 
     def _predicted(self, layout: MeshLayout, found: _Stages) -> Prediction:
         """Return the prediction for a layout whose stages are known."""
@@ -702,7 +680,6 @@ class Planner:
         return self.machine.sum(ranks, _MOMENTS * 64)
 
 
-_TRIES = 6  # limits that Planner tries until the stages of a layout fit
 _LESS = 0.8  # share of a layout's memory that is the next limit of Planner.front
 _MESHES = 64  # number of meshes whose tables of stages are kept
 _KEPT = 3  # number of layouts of each family that are returned

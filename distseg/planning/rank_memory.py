@@ -1,26 +1,23 @@
-"""Predict the memory of the rank with the highest peak in a layout.
+"""Predict the memory of the processes of a layout.
 
-:mod:`distseg.planning.live_tensors` counts the tensors of a stage for one micro-batch, and
-:mod:`distseg.planning.stage_memory` says how many micro-batches a stage holds at once.
+:mod:`distseg.planning.stage_memory` predicts the tensors of a rank. A process takes more: what
+every process of the machine takes, and gaps between tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 
 import numpy as np
 
-from distseg.planning.live_tensors import StageTensors, TileSizes, stage_tensors
+from distseg.planning.balance import sums
+from distseg.planning.held import Policy, largest_holdings
+from distseg.planning.live_tensors import StageTensors, TileSizes
 from distseg.planning.machine import Machine
-from distseg.planning.stage_memory import Policy, Ranges, largest_holdings, ranges_of
-from distseg.planning.tile_grids import TileGrids, TileWork
+from distseg.planning.stage_memory import TileMemory
+from distseg.planning.tile_grids import TileGrids
 from distseg.runtime.partition import Partition
-from distseg.runtime.schedule import splits
 
-# Tables of float64 with a number for each image of a step and each partial sum of the loss: the
-# sums, the loss gradient, and their copies.
-_TABLES = 4
 _MESHES = 64  # number of tiles whose lower bounds are kept
 # A bound is made smaller by this factor, so that rounding does not make it larger than the peak.
 _ROUNDED = 1 - 1e-9
@@ -36,19 +33,14 @@ class RankMemory:
 
     def __init__(self, grids: TileGrids, machine: Machine):
         self._grids, self._work, self._machine = grids, grids.work, machine
-        self._stage_tensors = lru_cache(None)(self._find_stage_tensors)
-        self._kept_on = lru_cache(_MESHES)(self._find_kept_on)
+        self._on_tile = lru_cache(None)(self._find_on_tile)
+        self._least_on = lru_cache(_MESHES)(self._find_least_on)
 
     def on(self, machine: Machine) -> RankMemory:
         """Return the memory of the same ranks on another machine, with the same cached results."""
         other = RankMemory(self._grids, machine)
-        other._stage_tensors, other.ranges = self._stage_tensors, self.ranges
+        other._on_tile = self._on_tile
         return other
-
-    @cached_property
-    def ranges(self) -> Ranges:
-        """Tables of the memory of all possible stages, for whole images."""
-        return ranges_of(self._work.costs)
 
     def least(self, stages: int, policy: Policy, tile: TileSizes, share: float = 1.0) -> float:
         """Return a lower bound of the bytes of the rank with the highest peak.
@@ -66,92 +58,81 @@ class RankMemory:
             share: a factor on these sizes.
         """
         held = held_at_once(stages, policy)
-        one, every = self._kept_on(tile, share)
-        lasting = (2 + self._work.copies) * self._grids.tensors.weight_bytes * self._work.parameters
-        whole = (every + lasting / max(held)) / sum(1 / count for count in held)
-        return self._machine.base + _ROUNDED * max(whole, one)
+        machine, bounds = self._machine, self._least_on(tile)
+        every = machine.spread * share * bounds.full[0, -1]
+        whole = (every + self._lasting[0, -1] / max(held)) / sum(1 / count for count in held)
+        alone = (bounds.full + bounds.working).diagonal(1)
+        one = max(self._lasting.diagonal(1) + machine.spread * share * alone)
+        return machine.base + _ROUNDED * max(whole, one)
 
-    def _find_kept_on(self, tile: TileSizes, share: float) -> tuple[float, float]:
-        """Return bytes of the largest stage of one layer, and of all activations together.
+    def least_of_stages(self, stages: int, policy: Policy, tile: TileSizes) -> np.ndarray:
+        """Return lower bounds of the bytes of stages, for all layers that a stage may have.
 
         Args:
-            tile: the sizes of feature maps.
-            share: a factor on them.
+            stages: S, the number of stages.
+            policy: the schedule and recomputation.
+            tile: the sizes of feature maps on a tile.
+
+        Returns:
+            (S, n + 1, n + 1) for n layers: the bytes of stage s with layers a..b-1 in [s, a, b].
         """
-        network, spread = self._grids.tensors, self._machine.spread * share
-        least = network.least_of_layers(tile)
-        per_weight = (2 + self._work.copies) * network.weight_bytes
-        one = max(
-            per_weight * layer.parameters + spread * (sum(kept.values()) + gradients)
-            for layer, (kept, gradients) in zip(network.layers, least)
-        )
-        every: dict[int, float] = {}
-        for kept, _ in least:
-            every |= kept
-        return one, spread * sum(every.values())
-
-    def peak(self, partition: Partition, policy: Policy, tile: TileWork) -> float:
-        """Return the bytes of the rank with the highest peak, if the stages have these layers."""
-        return float(
-            self._machine.base
-            + max(
-                self._stage_memory(partition, stage, policy, tile)
-                for stage in range(partition.stages)
-            )
-        )
-
-    def exceeds(self, partition: Partition, policy: Policy, tile: TileWork, limit: float) -> bool:
-        """Return True if some stage exceeds the limit; those that hold most come first."""
-        held, full = held_at_once(partition.stages, policy), self.ranges.full
-        about = [n * full[part.start, part.stop] for n, part in zip(held, partition.ranges)]
-        return any(
-            self._machine.base + self._stage_memory(partition, stage, policy, tile) > limit
-            for stage in sorted(range(partition.stages), key=about.__getitem__, reverse=True)
-        )
-
-    def _stage_memory(
-        self, partition: Partition, stage: int, policy: Policy, tile: TileWork
-    ) -> float:
-        """Return the bytes of the rank of a stage, besides those that every process takes."""
-        network, layers = self._grids.tensors, partition.ranges[stage]
-        incoming = frozenset(edge.map for edge in partition.incoming(stage))
-        outgoing = frozenset(edge.map for edge in partition.outgoing(stage))
-        apart = partition.stages > 1 and splits(policy.schedule)
-        repeats = policy.recompute != "never"
-        found = self._stage_tensors(tile.sizes, layers, incoming, outgoing, apart, repeats)
-        held = largest_holdings(stage, partition.stages, policy)
-        load = max(map(found.load, held)) + tile.sizes.buffers
+        network, m, bounds = self._grids.tensors, policy.micro_batches, self._least_on(tile)
         pixels, labels = network.pixels
-        if stage == 0:
-            load += policy.micro_batches * pixels * tile.sizes.maps[0]
-        if stage + 1 == partition.stages:
-            load += policy.micro_batches * labels * tile.sizes.owned
-            load += _TABLES * 8 * self._work.loss.sums * self._work.batch
-        own = network.layers[layers.start : layers.stop]
-        load += sum(layer.buffers + policy.micro_batches * layer.noted for layer in own)
-        weights = sum(layer.parameters for layer in own)
-        lasting = (2 + policy.optimizer_copies) * network.weight_bytes * weights
-        return lasting + self._machine.spread * load
+        fixed = self._buffers + m * self._noted + tile.buffers
+        fixed[0] += m * pixels * tile.maps[0]
+        fixed[:, -1] += m * labels * tile.owned + network.loss.row * self._work.batch
+        fixed = self._machine.base + _ROUNDED * (self._lasting + self._machine.spread * fixed)
+        loads = (
+            reduce(np.maximum, map(bounds.load, largest_holdings(stage, stages, policy)))
+            for stage in range(stages)
+        )
+        return np.stack([fixed + _ROUNDED * self._machine.spread * load for load in loads])
 
-    def _find_stage_tensors(
-        self,
-        tile: TileSizes,
-        layers: range,
-        incoming: frozenset[int],
-        outgoing: frozenset[int],
-        apart: bool,
-        repeats: bool,
-    ) -> StageTensors:
-        return stage_tensors(self._grids.tensors, tile, layers, incoming, outgoing, apart, repeats)
+    @cached_property
+    def _lasting(self) -> np.ndarray:
+        """Bytes of weights, gradients and optimizer of layers a..b-1 in [a, b]."""
+        network = self._grids.tensors
+        weights = sums([layer.parameters for layer in network.layers])
+        return (2 + self._work.copies) * network.weight_bytes * weights
 
-    def tables(self, stages: int, policy: Policy, tile: TileWork) -> Iterator[np.ndarray]:
-        """Yield, for each stage, a quick estimate of the peak of layers a..b-1 in entry [a, b]."""
-        ranges, share = self.ranges, max(tile.shares)
-        lasting = ranges.lasting(policy.optimizer_copies)
-        for stage in range(stages):
-            held = largest_holdings(stage, stages, policy)
-            activations = ranges.load(held, splits(policy.schedule))
-            yield lasting + self._machine.spread * share * activations
+    @cached_property
+    def _buffers(self) -> np.ndarray:
+        """Bytes of buffers of layers a..b-1 in [a, b]."""
+        return sums([layer.buffers for layer in self._grids.tensors.layers])
+
+    @cached_property
+    def _noted(self) -> np.ndarray:
+        """Bytes that layers a..b-1 note for each micro-batch, in [a, b]."""
+        return sums([layer.noted for layer in self._grids.tensors.layers])
+
+    def _find_least_on(self, tile: TileSizes) -> StageTensors:
+        return self._grids.tensors.least_of_stages(tile)
+
+    def peak(self, partition: Partition, policy: Policy, tile: TileSizes) -> float:
+        """Return the bytes of the rank with the highest peak, if the stages have these layers."""
+        return max(
+            self.of_stage(layers, stage, partition.stages, policy, tile)
+            for stage, layers in enumerate(partition.ranges)
+        )
+
+    def of_stage(
+        self, layers: range, stage: int, stages: int, policy: Policy, tile: TileSizes
+    ) -> float:
+        """Return the bytes of the process that runs a stage.
+
+        Args:
+            layers: the layers of the stage.
+            stage: the index of the stage.
+            stages: the number of stages.
+            policy: the schedule and recomputation.
+            tile: the sizes of feature maps on the tile.
+        """
+        tensors = self._on_tile(tile).of_stage(layers, stage, stages, policy)
+        changing = tensors.images + tensors.activations
+        return self._machine.base + tensors.lasting + self._machine.spread * changing
+
+    def _find_on_tile(self, tile: TileSizes) -> TileMemory:
+        return TileMemory(self._grids.tensors, tile, self._work.batch)
 
 
 def held_at_once(stages: int, policy: Policy) -> list[int]:

@@ -9,17 +9,29 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
-from distseg.config.settings import ModelConfig
+from distseg.config.settings import LossConfig, ModelConfig, output_weights
 from distseg.config.sizes import Size
+from distseg.layers.loss import Loss
+from distseg.models.bands import channels_of
 from distseg.models.network import flat_layers
 from distseg.models.zoo import ZOO, build_model, outline_model
-from distseg.planning.balance import even_split, fastest_split, starts_of, torchgpipe_split
+from distseg.planning.balance import (
+    StageBytes,
+    even_split,
+    fastest_split,
+    starts_of,
+    torchgpipe_split,
+)
 from distseg.planning.cost import Costs, measured, modelled
+from distseg.planning.held import Policy
+from distseg.planning.live_tensors import NetworkTensors, TileSizes, tensors_of
 from distseg.planning.roofline import DEVICES
-from distseg.planning.stage_memory import Policy, peaks, ranges_of, stage_memory, stage_seconds
+from distseg.planning.stage_memory import TileMemory
+from distseg.planning.stages import stage_seconds
 from distseg.report.tables import table
 
 OURS = "ours"
@@ -34,7 +46,7 @@ class Stage:
         first, last: the names of the first and of the last layer.
         parameters: the number of parameters.
         seconds: the time of one micro-batch, forward and backward.
-        memory: the peak memory in bytes.
+        memory: bytes of the tensors that it holds at the peak of a step.
     """
 
     layers: int
@@ -48,6 +60,7 @@ class Stage:
 def plan(
     model: str,
     costs: Costs,
+    tensors: NetworkTensors,
     stages: int,
     policy: Policy,
     limit: float | None = None,
@@ -59,6 +72,7 @@ def plan(
         model: the name of the model. If Seal et al. 2020 give a split of this model into ``stages``
             stages, their split is compared too.
         costs: the costs by which distseg's split is chosen.
+        tensors: the tensors of a micro-batch, from which the memory of stages follows.
         stages: the number of stages.
         policy: the schedule and recomputation.
         limit: bytes that a stage may take; None for no limit. distseg's split stays within this
@@ -69,17 +83,20 @@ def plan(
     Raises:
         ValueError: there are more stages than layers, or no split fits.
     """
-    ranges = ranges_of(costs)
-    seconds = stage_seconds(costs, ranges, policy, stages)
+    whole = TileSizes.whole(len(tensors.layers))
+    memory = TileMemory(tensors, whole, policy.micro_batches * tensors.images)
+
+    def bytes_of(stage: int, a: int, b: int) -> float:
+        return memory.of_stage(range(a, b), stage, stages, policy).total
+
+    seconds = stage_seconds(costs, policy, stages)
     splits = {
-        OURS: fastest_split(seconds, stages, peaks(ranges, stages, policy), limit),
+        OURS: fastest_split(seconds, stages, bytes_of, limit),
         **others(model, costs, stages, policy),
     }
     judged_by = judged_by or costs
-    seconds = stage_seconds(judged_by, ranges, policy, stages)
-    found = {
-        name: _stages(balance, costs, ranges, policy, seconds) for name, balance in splits.items()
-    }
+    seconds = stage_seconds(judged_by, policy, stages)
+    found = {name: _stages(balance, costs, bytes_of, seconds) for name, balance in splits.items()}
     best = max(stage.seconds for stage in found[OURS])
     return {
         "model": model,
@@ -123,29 +140,29 @@ def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, l
     return {name: balance for name, balance in splits.items() if min(balance) > 0}
 
 
-def _stages(balance: Sequence[int], costs: Costs, ranges, policy: Policy, seconds) -> list[Stage]:
+def _stages(
+    balance: Sequence[int], costs: Costs, bytes_of: StageBytes, seconds: np.ndarray
+) -> list[Stage]:
     """Return the row of each stage: its layers, parameters, seconds and memory.
 
     Args:
         balance: number of layers of each stage.
         costs: costs of the layers.
-        ranges: tables of the memory of all possible stages.
-        policy: the schedule and recomputation.
+        bytes_of: the bytes that a stage takes.
         seconds: the result of :func:`stage_seconds`.
     """
     rows = []
     for stage, (start, count) in enumerate(zip(starts_of(balance), balance)):
-        where = (start, start + count)
-        names = [layer.name for layer in costs.layers[slice(*where)]]
-        memory = stage_memory(ranges, where, stage, len(balance), policy).total
+        stop = start + count
+        layers = costs.layers[start:stop]
         rows.append(
             Stage(
                 count,
-                names[0],
-                names[-1],
-                int(ranges.parameters[where]),
-                float(seconds[stage][where]),
-                float(memory),
+                layers[0].name,
+                layers[-1].name,
+                sum(layer.parameters for layer in layers),
+                float(seconds[stage, start, stop]),
+                bytes_of(stage, start, stop),
             )
         )
     return rows
@@ -260,6 +277,22 @@ def costs_of(
             f"model {model} cannot be planned on {batch} windows of {Size(window)} pixels "
             f"(--tile, --batch): {why}"
         ) from e
+
+
+def tensors_of_stages(model: str, window: Sequence[int], batch: int) -> NetworkTensors:
+    """Return the tensors of a model that is trained in fp32 with a cross-entropy loss.
+
+    Args:
+        model: the name of the model, which :func:`costs_of` accepts.
+        window: the size of a window in pixels.
+        batch: images of a micro-batch.
+    """
+    with torch.device("meta"):
+        network = outline_model(ModelConfig(model))
+    classes = channels_of(network)[1]
+    name = "cross_entropy" if classes > 1 else "binary_cross_entropy"
+    loss = Loss(LossConfig(name), classes, output_weights(ModelConfig(model)))
+    return tensors_of(network, window, batch, "fp32", False, loss)
 
 
 def check_stages(model: str, stages: int) -> None:

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from distseg.planning.balance import fastest_split
-from distseg.planning.cost import Costs
+import numpy as np
+
+from distseg.planning.balance import fastest_split, sums
+from distseg.planning.cost import Costs, Seconds
 from distseg.planning.fold import v_split
-from distseg.planning.stage_memory import Policy, ranges_of, stage_seconds
+from distseg.planning.held import Policy
 from distseg.planning.tile_size import GridTiling, computed_again
 from distseg.runtime.partition import stage_ranges
 from distseg.tiling.layout import Layout
@@ -37,7 +39,7 @@ class Splitter:
             passes = self.policy.forward_passes(0, stages)
             seconds = [passes * f + b for f, b in zip(costs.forward, costs.backward)]
             return v_split(seconds, costs.skips, 1 + max(self.placement))
-        return fastest_split(stage_seconds(costs, ranges_of(costs), self.policy, stages), stages)
+        return fastest_split(stage_seconds(costs, self.policy, stages), stages)
 
     def slowest(self, costs: Costs, split: Sequence[int]) -> float:
         """Return the seconds that the slowest rank computes for one micro-batch.
@@ -47,7 +49,7 @@ class Splitter:
             split: the number of layers of each stage.
         """
         busy: Counter = Counter()
-        seconds = stage_seconds(costs, ranges_of(costs), self.policy, len(self.placement))
+        seconds = stage_seconds(costs, self.policy, len(self.placement))
         stages = stage_ranges(split, len(costs.layers))
         for stage, (layers, rank) in enumerate(zip(stages, self.placement)):
             busy[rank] += seconds[stage, layers.start, layers.stop]
@@ -85,3 +87,21 @@ class Splitter:
 
 
 _ROUNDS = 6
+
+
+def stage_seconds(costs: Costs | Seconds, policy: Policy, stages: int) -> np.ndarray:
+    """Return the seconds of layers a..b-1 as stage s, in entry [s, a, b] of (S, n + 1, n + 1).
+
+    S is the number of stages and n the number of layers. The seconds are those of one micro-batch:
+    forward, backward and recomputation.
+
+    Args:
+        costs: the costs of the layers, or their seconds.
+        policy: the schedule and recomputation.
+        stages: the number of stages.
+    """
+    passes = np.array([policy.forward_passes(stage, stages) for stage in range(stages)])
+    if len(set(passes)) == 1:
+        seconds = passes[0] * sums(costs.forward) + sums(costs.backward)
+        return np.broadcast_to(seconds, (stages, *seconds.shape))
+    return passes[:, None, None] * sums(costs.forward) + sums(costs.backward)

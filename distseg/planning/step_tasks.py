@@ -377,7 +377,7 @@ class _Group:
         """
         if stage or math.isinf(self.cluster.storage):
             return ()
-        values = self.work.costs.sizes[0] / DTYPES[self.work.precision].itemsize
+        values = self.work.costs.image / DTYPES[self.work.precision].itemsize
         share = float(self.tiles.shares[0, tile])
         size = self.layout.micro_batches * share * values * self.cluster.stored
         return (self.step.add(Task(READING, (), 0.0, size, self.cluster.reading(rank))),)

@@ -117,29 +117,41 @@ class TileGrids:
         beyond = frozenset().union(*(tile.reads_beyond for tile in tiles))
         points = self._exchange_points(beyond, exchange)
         shares, halos, stored, frames = [], list(none), [0.0], [0.0] * layers
-        read, cut = [0.0] * layers, [False] * layers
+        read, cut, between = [0.0] * layers, [False] * layers, []
+        maps = list(zip(*(tile.maps for tile in tiles)))  # for each map, its cells along each dim
+        whole = [max(1, math.prod(cells for cells, _ in along)) for along in maps]
+        available: list[list[int]] = [[]]  # for each map, the cells that the tile holds
         pool: dict[int, int] = {}  # the number of halo messages by the size of their buffers
         for number, along in enumerate(zip(*(tile.cells(points) for tile in tiles))):
-            source = work.graph[number].first
-            before, after = (
-                max(1, math.prod(tile.maps[m][0] for tile in tiles)) for m in (source, number + 1)
-            )
-            shares.append(math.prod(dim.output for dim in along) / after)
+            source, exchanged = work.graph[number].first, number in points
+            before, after = whole[source], whole[number + 1]
+            inputs, outputs = [dim.input for dim in along], [dim.output for dim in along]
+            computed, held = math.prod(outputs), [dim.held for dim in along]
+            shares.append(computed / after)
             if source == 0:
-                stored[0] = max(stored[0], math.prod(dim.held for dim in along) / before)
+                stored[0] = max(stored[0], math.prod(held) / before)
+                available[0] = max(available[0], held)
+            available.append(outputs)
             fuses = self.tensors.layers[number].fuses
             made = math.prod(
-                _stored(dim, tile.maps[source][0], tile.maps[number + 1][0], number in points)
-                for dim, tile in zip(along, tiles)
+                _stored(dim, n, m, exchanged)
+                for dim, (n, _), (m, _) in zip(along, maps[source], maps[number + 1])
             )
             stored.append(made / after)
-            cut[number] = made > math.prod(dim.output for dim in along)
-            needed, held = (math.prod(each) for each in zip(*((d.input, d.held) for d in along)))
-            if needed < held and number not in points:
+            cut[number] = made > computed
+            if not exchanged and (needed := math.prod(inputs)) < math.prod(held):
                 read[number] = needed / before
-            if number in points:
+            between.append(
+                tuple(
+                    0.0
+                    if exchanged and not place
+                    else _between(outputs if place else inputs, available[other]) / whole[other]
+                    for place, other in enumerate(work.graph[number].inputs)
+                )
+            )
+            if exchanged:
                 frames[number] = math.prod(_framed(dim, fuses) for dim in along) / before
-                arrive = math.prod(dim.input for dim in along) - math.prod(dim.had for dim in along)
+                arrive = math.prod(inputs) - math.prod(dim.had for dim in along)
                 size = self.work.bytes_of(source) / before * arrive
                 messages = math.prod(min(3, g) for g in grid) - 1
                 halos[number] = (size, messages)
@@ -152,7 +164,9 @@ class TileGrids:
             for n, parts, stride in zip(work.image, grid, work.reach.stride)
         )
         owned = math.prod(lengths) / math.prod(work.image)
-        sizes = TileSizes(tuple(stored), tuple(frames), tuple(read), tuple(cut), owned, buffers)
+        sizes = TileSizes(
+            tuple(stored), tuple(frames), tuple(read), tuple(cut), tuple(between), owned, buffers
+        )
         if exchange == "all":
             shares = [self.largest_window(grid) / math.prod(work.image)] * layers
         return TileWork(tuple(shares), tuple(halos), sizes)
@@ -217,6 +231,22 @@ def _stored(cells: TileCells, n: int, m: int, exchanged: bool) -> int:
     """
     most = max(cells.output, -(-cells.input * m // n)) if m > n else cells.output
     return most + (0 if exchanged or m > n else abs(cells.before - cells.after))
+
+
+def _between(part: Sequence[int], available: Sequence[int]) -> float:
+    """Return the cells of a gradient that is extended to a map along all dims but the first one.
+
+    The result is 0 if the part is smaller than the map along one dim only, or not at all.
+
+    Args:
+        part: the cells along each dim that a layer reads.
+        available: the cells of the map that the tile holds.
+    """
+    smaller = [dim for dim, (a, b) in enumerate(zip(part, available)) if a < b]
+    if len(smaller) < 2:
+        return 0.0
+    first = smaller[0]
+    return math.prod(available) * part[first] / available[first]
 
 
 def _framed(cells: TileCells, fuses: bool) -> int:

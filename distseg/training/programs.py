@@ -22,9 +22,6 @@ from distseg.layers.loss import Loss
 from distseg.layers.norm import active_norms
 from distseg.models.bands import channels_of
 from distseg.models.network import flat_layers, is_flat
-from distseg.planning.cost import modelled
-from distseg.planning.roofline import modelled_device
-from distseg.planning.stage_memory import Policy, ranges_of, stage_memory
 from distseg.planning.tile_size import budget_of
 from distseg.runtime.actions import Action, Forward
 from distseg.runtime.exchange import Exchange
@@ -186,38 +183,6 @@ class StepPrograms:
         owned = owned_tiles(self.image, config.mesh.tiles, config.owned, coordinates, self._reading)
         images = tuple(range(config.data.images))
         return [TilePlacement(self.image, own, window, images, ()) for own, window in owned]
-
-    def activations(self, precision: str, kind: str = "cpu") -> list[float] | None:
-        """Return the planned peak bytes of activations in a step, for each rank of a pipeline.
-
-        They are those of the tile with the largest window, in feature maps, gradients of feature
-        maps and messages. The result is None if tiles are streamed, or if the layers are not known.
-
-        Args:
-            precision: the number type: fp64, fp32, bf16 or fp16.
-            kind: the kind of device whose kernels are modelled, cpu or cuda.
-        """
-        config, stages = self.config, self.stages
-        if not self.flat or config.streaming.active:
-            return None
-        windows = [[p.window for p in self.places(n)] for n in range(config.mesh.tiles.volume)]
-        largest = max((box for boxes in windows for box in boxes), key=lambda box: box.pixels)
-        # Tiles that run together count as images of a larger micro-batch, the others as
-        # micro-batches.
-        tiles = max(map(len, windows))
-        images, units = (tiles, 1) if self.together else (1, tiles)
-        costs = modelled(
-            self.model, largest.size, images * config.data.images, modelled_device(kind), precision
-        )
-        schedule = schedule_of(config.pipeline, config.mesh.stages, self.loss.linear)
-        policy = Policy(config.train.accumulate * units, schedule, config.pipeline.recompute)
-        ranges, found = ranges_of(costs), [0.0] * config.mesh.stages
-        for stage, rank in enumerate(stages.placement):
-            layers = stages.ranges[stage] or range(len(costs.layers))
-            where = (layers.start, layers.stop)
-            memory = stage_memory(ranges, where, stage, stages.stages, policy)
-            found[rank] += float(memory.activations + memory.working)
-        return found
 
     @cached_property
     def _budget(self) -> float | None:

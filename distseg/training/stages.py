@@ -18,8 +18,8 @@ from distseg.layers.graph import graph_of
 from distseg.layers.norm import active_norms
 from distseg.models.network import calls_of
 from distseg.planning.cost import modelled
+from distseg.planning.held import Policy
 from distseg.planning.roofline import modelled_device
-from distseg.planning.stage_memory import Policy
 from distseg.planning.stages import Splitter
 from distseg.planning.tile_size import GridTiling
 from distseg.runtime.devices import stages_of

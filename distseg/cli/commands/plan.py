@@ -233,10 +233,10 @@ def _stages(arguments: list[str]) -> int:
     stage_report.check_stages(parsed.model, parsed.stages)
     policy = stage_report.Policy(parsed.micro_batches, parsed.schedule, parsed.recompute)
     limit = parse_bytes(parsed.memory)
-    costs = stage_report.costs_of(
-        parsed.model, stage_report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device
-    )
-    found = stage_report.plan(parsed.model, costs, parsed.stages, policy, limit)
+    model, window = parsed.model, stage_report.window_of(parsed.tile)
+    costs = stage_report.costs_of(model, window, parsed.batch, parsed.costs, parsed.device)
+    tensors = stage_report.tensors_of_stages(model, window, parsed.batch)
+    found = stage_report.plan(model, costs, tensors, parsed.stages, policy, limit)
     print(json.dumps(found, indent=1) if parsed.json else stage_report.summary(found))
     return 0
 

@@ -1,0 +1,184 @@
+"""Count the micro-batches of which a pipeline stage holds tensors at each moment of a step.
+
+The counts follow from the schedule and from what is recomputed. For each micro-batch in flight a
+stage holds all that its backward pass needs, or only its inputs if it recomputes activations. A
+schedule may split a backward pass into B (gradients of activations) and W (gradients of weights).
+Between B and W a stage holds the inputs of its convolutions and the gradients of their outputs.
+The receive buffers of the next passes are allocated ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from distseg.runtime.actions import Action, Backward, Forward, Weight
+from distseg.runtime.schedule import SCHEDULES, splits
+from distseg.runtime.stage_program import AHEAD, recomputed
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Schedule, recomputation and optimizer of a pipeline, on which its memory and time depend."""
+
+    micro_batches: int = 1
+    """Micro-batches of an optimizer step."""
+    schedule: Literal["gpipe", "1f1b", "zb-h1"] = "gpipe"
+    """Order of the passes (:mod:`distseg.runtime.schedule`)."""
+    recompute: Literal["never", "except_last", "always"] = "never"
+    """Micro-batches whose activations are recomputed in the backward pass.
+
+    ``never`` means no micro-batch, ``always`` all of them. ``except_last`` leaves out micro-batches
+    whose backward pass immediately follows their forward pass.
+    """
+    optimizer_copies: int = 2
+    """Values that the optimizer keeps per weight: Adam 2, SGD with momentum 1."""
+
+    def __post_init__(self):
+        if self.micro_batches < 1:
+            raise ValueError(f"a step must have at least one micro-batch, got {self.micro_batches}")
+        for name, choices in (
+            ("schedule", tuple(SCHEDULES)),
+            ("recompute", ("never", "except_last", "always")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
+
+    def actions(self, stage: int, stages: int) -> list[Action]:
+        """Return the actions of stage number ``stage`` of ``stages`` in a step, in order.
+
+        The rank of the stage is assumed to have no other stage.
+        """
+        return list(SCHEDULES[self.schedule](stage, stages, self.micro_batches))
+
+    def forward_passes(self, stage: int, stages: int) -> float:
+        """Return how often a stage runs the forward pass of a micro-batch, on average in a step.
+
+        The result is 1 without recomputation, and 2 if all micro-batches are recomputed.
+
+        Args:
+            stage: the number of the stage.
+            stages: the number of stages.
+        """
+        if self.recompute != "except_last":
+            return 2 if self.recompute == "always" else 1
+        return 1 + len(recomputed(self.actions(stage, stages), self.recompute)) / self.micro_batches
+
+
+class Held(NamedTuple):
+    """Numbers of micro-batches whose tensors a stage holds at one moment, by the kind of tensors.
+
+    Attributes:
+        full: micro-batches of which the stage holds all activations.
+        inputs: micro-batches of which the stage holds only the inputs, for recomputation.
+        arriving: later micro-batches whose inputs have a receive buffer already.
+        returning: micro-batches whose output gradients have a receive buffer already.
+        leaving: micro-batches without activations whose outputs the next stage has not received.
+        put_off: micro-batches whose weight gradients are still to be computed.
+        backward: True if a backward pass is in progress.
+        passing: True if a forward pass is in progress whose activations are not kept.
+    """
+
+    full: int
+    inputs: int
+    arriving: int = 0
+    returning: int = 0
+    leaving: int = 0
+    put_off: int = 0
+    backward: bool = False
+    passing: bool = False
+
+
+def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
+    """Return the numbers of micro-batches that a stage holds in memory during the passes of a step.
+
+    Each forward, recomputed or backward pass gives one :class:`Held`; equal ones are returned once.
+    The peak memory of the stage is the largest that follows from any of them
+    (:mod:`distseg.planning.stage_memory`). All stages are assumed to have about the same speed.
+    Then the next stage lags behind by as many micro-batches as there are stages after it, but by at
+    least one. Receives are posted ``AHEAD`` passes early.
+
+    Args:
+        stage: the number of the stage.
+        stages: the number of stages.
+        policy: the schedule and recomputation.
+    """
+    actions = policy.actions(stage, stages)
+    again = recomputed(actions, policy.recompute)
+    # True for each forward pass and False for each backward pass, in order.
+    passes = [isinstance(a, Forward) for a in actions if not isinstance(a, Weight)]
+    late = max(stages - 2 - stage, int(stage + 1 < stages))
+    full = inputs = put_off = done = 0
+    found = set()
+    for action in actions:
+        if isinstance(action, Weight):
+            put_off -= 1
+            continue
+        dropped = (action.stage, action.micro_batch) in again
+        done += 1
+        ahead = passes[done : done + AHEAD]
+        arriving, returning = sum(ahead), len(ahead) - sum(ahead)
+        if isinstance(action, Forward):
+            full, inputs = full + (not dropped), inputs + dropped
+            leaving = min(inputs, late)
+            found.add(Held(full, inputs, arriving, returning, leaving, put_off, passing=dropped))
+        if isinstance(action, Backward):
+            # Activations are recomputed just before the backward pass, while the stage waits for
+            # the gradient of its output.
+            if dropped:
+                found.add(
+                    Held(full + 1, inputs - 1, arriving, returning + 1, min(inputs, late), put_off)
+                )
+            found.add(
+                Held(
+                    full + dropped,
+                    inputs - dropped,
+                    arriving,
+                    returning,
+                    min(inputs - dropped, late),
+                    put_off,
+                    backward=True,
+                )
+            )
+            full -= not dropped
+            inputs -= dropped
+            put_off += splits(policy.schedule)
+    return found
+
+
+def largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]:
+    """Return the results of :func:`holdings` that can have the peak memory.
+
+    A :class:`Held` is left out if another one holds at least as many tensors of every kind.
+
+    Args:
+        stage: the number of the stage.
+        stages: the number of stages.
+        policy: the schedule and recomputation.
+    """
+    if policy.schedule != "zb-h1":
+        # Only the number of stages after this stage matters.
+        stage, stages = 0, stages - stage
+    # With more micro-batches than these, the same passes repeat.
+    few = min(policy.micro_batches, 2 * stages + AHEAD + 2)
+    found = _largest_holdings(stage, stages, Policy(few, policy.schedule, policy.recompute))
+    if policy.schedule != "gpipe" or few == policy.micro_batches:
+        return found
+    # GPipe holds all micro-batches before its first backward pass.
+    more = policy.micro_batches - few
+    if policy.recompute == "never":
+        return frozenset(held._replace(full=held.full + more) for held in found)
+    return frozenset(held._replace(inputs=held.inputs + more) for held in found)
+
+
+@lru_cache(1 << 14)
+def _largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]:
+    found = list(holdings(stage, stages, policy))
+    numbers = np.array(found, dtype=np.int64)
+    at_least = (numbers[:, None] >= numbers).all(2)  # [i, j]: i holds at least as much as j
+    return frozenset(one for one, others in zip(found, at_least.sum(0)) if others == 1)

@@ -129,7 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--drawn", type=int, default=3, help="layouts of a network, number type and ranks"
     )
-    parser.add_argument("--precisions", nargs="*", default=PRECISIONS, choices=PRECISIONS)
+    parser.add_argument(
+        "--precisions",
+        nargs="*",
+        choices=PRECISIONS,
+        help="default: both; only fp32 if this machine emulates bf16",
+    )
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--job", action="store_true", help="measure on this rank: internal")
@@ -144,8 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ["fp32"],
             1,
         )
-    elif not fast_bf16(torch.device("cpu")):
-        options.precisions = [one for one in options.precisions if one != "bf16"]
+    elif not options.precisions:
+        options.precisions = PRECISIONS if fast_bf16(torch.device("cpu")) else PRECISIONS[:1]
     rows = []
     for ranks in options.ranks:
         words = [

@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant("a slice has the spacing of the volume's first dims", "data/formats/ome_zarr_writer.py", "scale = np.sqrt((matrix[:, 1:] ** 2).sum(0))[-dims:]", "scale = np.sqrt((matrix[:, 1:] ** 2).sum(0))[:dims]", "ome_zarr_maps"),
     Mutant("overviews show that there is no data first", "report/shrink.py", "        if label == nodata:\n            continue\n", "", "ome_zarr_maps"),
     Mutant("halo messages go in one direction", "planning/mesh_search.py", "        halos = (\n            2\n            * m", "        halos = (\n            1\n            * m", "layouts"),
-    Mutant("a tile is sent the cells that it has", "planning/tile_grids.py", "math.prod(dim.input for dim in along) - math.prod(dim.had for dim in along)", "math.prod(dim.input for dim in along)", "layouts"),
+    Mutant("a tile is sent the cells that it has", "planning/tile_grids.py", "math.prod(inputs) - math.prod(dim.had for dim in along)", "math.prod(inputs)", "layouts"),
     Mutant("a sum over ranks sends each number once", "planning/machine.py", "return 2 * (ranks - 1) / ranks * size / speed", "return (ranks - 1) / ranks * size / speed", "rates"),
     Mutant("ranks of a node do not share the network", "planning/machine.py", "speed = self.link if ranks <= self.ranks else self.network / self.ranks", "speed = self.link if ranks <= self.ranks else self.network", "rates"),
     Mutant("the search keeps one layout of a family", "planning/mesh_search.py", "return len(known) < wanted or least <= known[wanted - 1][0].seconds", "return len(known) < wanted or least <= known[0][0].seconds", "layouts"),

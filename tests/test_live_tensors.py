@@ -18,6 +18,7 @@ from distseg.planning.live_tensors import TileSizes, stage_tensors, tensors_of
 from distseg.planning.machine import load_machine
 from distseg.planning.mesh_layout import MeshLayout
 from distseg.planning.mesh_search import Planner
+from distseg.planning.tile_grids import _between
 from distseg.runtime.pipeline import Pipeline
 from distseg.training.verify import plain_model
 
@@ -69,6 +70,29 @@ def test_tensors_end_with_their_last_reader():
     assert found.load(Held(2, 1, arriving=1, returning=1, backward=True)) == (
         2 * found.full + found.inputs + found.received + found.sent + found.working
     )
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = conv(3, 8), conv(8, 8), conv(8, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.head(x + self.second(x))
+
+
+def test_each_received_term_of_a_sum_has_a_gradient_of_its_own():
+    loss = Loss(LossConfig(), 2, (1.0,))
+    network = tensors_of(as_network(Residual()), (32, 32), 1, "fp32", False, loss)
+    tile = TileSizes.whole(4)
+    assert stage_tensors(network, tile, range(2, 3), {1, 2}, {3}, False).working == 3 * PLANE
+
+
+def test_a_part_along_two_dims_is_extended_along_one_at_a_time():
+    assert _between([42, 24], [60, 60]) == 42 * 60
+    assert _between([60, 24], [60, 60]) == 0
+    assert _between([4, 6, 3], [4, 8, 9]) == 4 * 6 * 9
 
 
 def training_of(norm: str) -> PlannedTraining:

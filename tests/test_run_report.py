@@ -22,6 +22,7 @@ from distseg.cli import pictures
 from distseg.cli import report as gathering
 from distseg.cli.evaluate import run_evaluate
 from distseg.cli.main import main
+from distseg.cli.planned_training import SLACK
 from distseg.cli.planned_memory import planned_memory
 from distseg.comm.alone import Alone
 from distseg.config.settings import LossConfig, ModelConfig, PredictConfig
@@ -217,7 +218,7 @@ def test_the_report_of_a_run(folder, monkeypatch):
     assert str(PLAN.optim.lr) in page.texts and "peak memory of each rank" in page.texts
     start, *_, end = read_log("run")
     (planned,) = planned_memory(PLAN, read_manifest(find("run")), start)
-    assert start["base_memory"][0] < planned < start["base_memory"][0] + 1e7
+    assert start["base_memory"][0] + SLACK < planned < start["base_memory"][0] + SLACK + 2e7
     words = f"{si(planned, 'B')}, {si(end['peak_memory_of_steps'][0], 'B')}"
     label = "memory of each rank in steps: planned, measured"
     assert page.texts[page.texts.index(label) + 1].startswith(words)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from distseg.cli.planned_training import PlannedTraining
+from distseg.cli.planned_training import SLACK, SPREAD, PlannedTraining
 from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.models.network import is_flat
@@ -37,7 +37,8 @@ def planned_memory(config: Config, manifest: Mapping, start: Mapping) -> list[fl
     """Return the bytes that each rank of a training was expected to take in a step.
 
     They are the memory that the rank had before the first step, with weights, gradients and the
-    optimizer's state, and the tensors of a step by the memory model of ``distseg plan``. With
+    optimizer's state, and the tensors of a step by the memory model of ``distseg plan``. On a CPU
+    they include what ``distseg plan`` assumes for gaps between tensors and for kernels. With
     ``streaming.memory`` they are this limit.
 
     Args:
@@ -65,8 +66,11 @@ def planned_memory(config: Config, manifest: Mapping, start: Mapping) -> list[fl
     if not is_flat(model):
         return None
     tensors = step_tensors(config, model, size, start["precision"])
+    slack, spread = (SLACK, SPREAD) if start["device"] == "cpu" else (0.0, 1.0)
     # The stage is the fastest axis of the mesh.
-    return [bytes_ + tensors[rank % len(tensors)] for rank, bytes_ in enumerate(base)]
+    return [
+        bytes_ + slack + spread * tensors[rank % len(tensors)] for rank, bytes_ in enumerate(base)
+    ]
 
 
 def step_tensors(
@@ -112,8 +116,7 @@ def step_tensors(
     stages, found = programs.stages, [0.0] * config.mesh.stages
     for stage, rank in enumerate(stages.placement):
         layers = stages.ranges[stage] or range(len(grids.tensors.layers))
-        took = memory.of_stage(layers, stage, stages.stages, policy)
-        found[rank] += took.images + took.activations
+        found[rank] += memory.of_stage(layers, stage, stages.stages, policy).changing
     return found
 
 

@@ -38,6 +38,7 @@ from distseg.planning.machine import Machine
 from distseg.planning.mesh_layout import MeshLayout, Work
 from distseg.planning.rates import PRECISIONS as RATED
 from distseg.planning.roofline import CORE, fastest, this_cpu
+from distseg.planning.stage_memory import memory_of_image
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose
 from distseg.tiling.tile_batch import TileBatch
@@ -48,8 +49,8 @@ _SECONDS = 2.0  # duration of a timed step
 # A step with fewer bytes of activations does not show how much of the memory lies in gaps.
 _ENOUGH = 32e6
 # Gaps grow a little in later steps, and small tiles have more (benchmarks/layout_memory.py).
-_MARGIN, _SLACK = 1.03, 32e6
-_SPREAD = 2.0  # bytes that a process takes for a byte of activations, if not measured
+_MARGIN, SLACK = 1.03, 32e6
+SPREAD = 2.0  # bytes that a process takes for a byte of activations, if not measured
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class PlannedTraining:
             link,
             link,
             memory,
-            base + _SLACK,
+            base + SLACK,
             ranks,
             spread,
             precision,
@@ -255,11 +256,10 @@ class PlannedTraining:
             network: the tensors of a step.
             rise: the bytes that the process takes more in this step, weights included.
         """
-        if network.activations < _ENOUGH:
-            return _SPREAD
-        weights = sum(layer.parameters for layer in network.layers)
-        measured = (rise - 2 * network.weight_bytes * weights) / network.activations
-        return max(1.0, _MARGIN * measured)
+        memory = memory_of_image(network)
+        if memory.changing < _ENOUGH:
+            return SPREAD
+        return max(1.0, _MARGIN * (rise - memory.weights - memory.gradients) / memory.changing)
 
     def _timed_sizes(self) -> tuple[Size, Size]:
         """Return two image sizes for timed steps, the smaller one first.

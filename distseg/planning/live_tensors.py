@@ -133,13 +133,6 @@ class NetworkTensors:
         """Return the number of the tensor that holds feature map ``source``; 0 is the image."""
         return self.layers[source - 1].result if source else 0
 
-    @cached_property
-    def activations(self) -> float:
-        """Bytes at the peak of a step of one micro-batch of whole images, without weights."""
-        layers = range(len(self.layers))
-        found = stage_tensors(self, TileSizes.whole(len(layers)), layers, (), (), False)
-        return found.full + found.working + sum(self.pixels)
-
     def least_of_stages(self, tile: TileSizes) -> StageTensors:
         """Return lower bounds of what :func:`stage_tensors` returns, for all possible stages.
 
@@ -697,7 +690,9 @@ class _Walk:
         found = []
         for place, source in enumerate(network.reads[number]):
             part = self.tile.maps[source] > self.tile.maps[number + 1]
-            if place in layer.views and not (part and len(layer.inputs) > 1):
+            if place in layer.views and self._shared_with_input(number, source):
+                found.append(self._new(self.size_of_map(source)))
+            elif place in layer.views and not (part and len(layer.inputs) > 1):
                 self._hold(gradient)
                 found.append(gradient)
             elif place == 0 and frame:
@@ -710,6 +705,18 @@ class _Walk:
                     between = self.tile.between[number][place]
                     self._note(network.sizes[network.of_map(source)] * between)
         return found
+
+    def _shared_with_input(self, number: int, source: int) -> bool:
+        """Return True if a layer's only gradient of an input of the stage belongs to others too.
+
+        A sum gives all its terms the same gradient. PyTorch copies it for an input of the stage,
+        because that gradient must be its own.
+        """
+        network = self.network
+        reads, sizes = network.reads, network.sizes
+        whole = sizes[network.of_map(source)] == sizes[network.layers[number].result]
+        readers = sum(source in reads[other] for other in self.layers)
+        return source in self.incoming and len(reads[number]) > 1 and whole and readers == 1
 
     def _add(self, pending: dict[int, Hashable], source: int, made: Hashable) -> None:
         """Add a gradient of a feature map to the one that another reader of the map has given."""

@@ -128,8 +128,7 @@ class RankMemory:
             tile: the sizes of feature maps on the tile.
         """
         tensors = self._on_tile(tile).of_stage(layers, stage, stages, policy)
-        changing = tensors.images + tensors.activations
-        return self._machine.base + tensors.lasting + self._machine.spread * changing
+        return self._machine.base + tensors.lasting + self._machine.spread * tensors.changing
 
     def _find_on_tile(self, tile: TileSizes) -> TileMemory:
         return TileMemory(self._grids.tensors, tile, self._work.batch)

@@ -17,6 +17,9 @@ from distseg.planning.live_tensors import NetworkTensors, StageTensors, TileSize
 from distseg.runtime.partition import edges_between
 from distseg.runtime.schedule import splits
 
+# Factor for tensors of a few cells that the walk does not count, such as indices and sums.
+SMALL = 1.01
+
 
 class StageMemory(NamedTuple):
     """Bytes of a rank's tensors at the peak of a step.
@@ -40,6 +43,11 @@ class StageMemory(NamedTuple):
     def lasting(self) -> float:
         """Bytes that the rank holds all the time: weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
+
+    @property
+    def changing(self) -> float:
+        """Bytes of the tensors of a step, which live for a part of it."""
+        return self.images + self.activations
 
     @property
     def total(self) -> float:
@@ -83,11 +91,19 @@ class TileMemory:
         own = network.layers[layers.start : layers.stop]
         load += sum(layer.buffers + policy.micro_batches * layer.noted for layer in own)
         weights = float(network.weight_bytes * sum(layer.parameters for layer in own))
+        load *= SMALL
         return StageMemory(weights, weights, policy.optimizer_copies * weights, images, load)
 
     def _find_tensors(self, layers: range, apart: bool, repeats: bool) -> StageTensors:
         incoming, outgoing = maps_of_stage(self.network.reads, layers)
         return stage_tensors(self.network, self.tile, layers, incoming, outgoing, apart, repeats)
+
+
+def memory_of_image(network: NetworkTensors) -> StageMemory:
+    """Return the memory of one rank that computes a step of one micro-batch of whole images."""
+    layers = range(len(network.layers))
+    memory = TileMemory(network, TileSizes.whole(len(layers)), network.images)
+    return memory.of_stage(layers, 0, 1, Policy())
 
 
 @lru_cache(1 << 12)

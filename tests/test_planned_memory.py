@@ -18,6 +18,7 @@ from distseg.config.settings import (
 )
 from distseg.config.sizes import Size
 from distseg.models.zoo import outline_model
+from distseg.training.programs import StepPrograms
 
 PLAIN = ModelConfig(
     depth=2, num_convs=1, base_channels=4, in_channels=3, dropout=0.0, norm="none", dims=2
@@ -28,7 +29,8 @@ LOSS = LossConfig("cross_entropy")  # no extra forward pass in a pipeline
 def activations(images=1, norm="none", precision="fp32", side=64, **sections):
     config = Config(model=replace(PLAIN, norm=norm), loss=LOSS, data=DataConfig(images=images))
     config = replace(config, **sections).with_dims(2, f"{side}x{side}")
-    return step_tensors(config, outline_model(config.model, 3, 2), (side, side), precision)
+    programs = StepPrograms(config, outline_model(config.model, 3, 2), (side, side))
+    return step_tensors(programs, precision)
 
 
 def test_activations_grow_with_images_and_number_type():

@@ -22,8 +22,8 @@ from distseg.cli import pictures
 from distseg.cli import report as gathering
 from distseg.cli.evaluate import run_evaluate
 from distseg.cli.main import main
-from distseg.cli.planned_training import SLACK
 from distseg.cli.planned_memory import planned_memory
+from distseg.cli.planned_training import SLACK
 from distseg.comm.alone import Alone
 from distseg.config.settings import LossConfig, ModelConfig, PredictConfig
 from distseg.config.sizes import Size

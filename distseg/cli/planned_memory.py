@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-
-from torch import nn
+from typing import Any
 
 from distseg.cli.planned_training import SLACK, SPREAD, PlannedTraining
 from distseg.config.settings import Config
@@ -56,7 +55,7 @@ def planned_memory(config: Config, manifest: Mapping, start: Mapping) -> list[fl
     base, size = start.get("base_memory"), manifest["data"].get("size")
     if not base or not size:
         return None
-    config = _as_trained(config, manifest["config"])
+    config = config.with_values(_trained_values(manifest["config"]))
     if config.streaming.memory is not None:
         return [float(config.streaming.memory)] * len(base)
     if config.streaming.active or config.pipeline.placement == "devices":
@@ -65,7 +64,7 @@ def planned_memory(config: Config, manifest: Mapping, start: Mapping) -> list[fl
     config = config.with_dims(len(size), str(Size(size)))
     if not is_flat(model):
         return None
-    tensors = step_tensors(config, model, size, start["precision"])
+    tensors = step_tensors(StepPrograms(config, model, size), start["precision"])
     slack, spread = (SLACK, SPREAD) if start["device"] == "cpu" else (0.0, 1.0)
     # The stage is the fastest axis of the mesh.
     return [
@@ -73,24 +72,17 @@ def planned_memory(config: Config, manifest: Mapping, start: Mapping) -> list[fl
     ]
 
 
-def step_tensors(
-    config: Config, model: nn.Module, size: Sequence[int], precision: str
-) -> list[float]:
+def step_tensors(programs: StepPrograms, precision: str) -> list[float]:
     """Return the bytes that a step takes beside weights and optimizer, for each rank of a pipeline.
 
     They are those of the images, activations, gradients of activations and messages of the slowest
     tile.
 
     Args:
-        config: the settings of the training, without streaming.
-        model: the plain network, a list of known layers.
-        size: the size of an image in pixels.
+        programs: the operations of the step, of a network of known layers, without streaming.
         precision: the number type: fp64, fp32, bf16 or fp16.
-
-    Raises:
-        ValueError: the model cannot be trained with these settings.
     """
-    programs = StepPrograms(config, model, size)
+    config, size = programs.config, Size(programs.image)
     every, owned = config.spatial.exchange_every, config.owned.volume
     grid = Size(a * b for a, b in zip(config.mesh.tiles, config.owned))
     if programs.exchange(0) is None:
@@ -105,7 +97,7 @@ def step_tensors(
     # The planner is asked for no seconds, so any machine serves.
     machine = load_machine("a100")
     step = images * units * config.train.accumulate * config.mesh.samples
-    work = PlannedTraining(counted, model, Size(size)).work(machine, step, precision)
+    work = PlannedTraining(counted, programs.model, size).work(machine, step, precision)
     grids = TileGrids(work)
     memory = TileMemory(grids.tensors, grids.tile_work(grid, every).sizes, work.batch)
     policy = Policy(
@@ -120,19 +112,21 @@ def step_tensors(
     return found
 
 
-def _as_trained(config: Config, trained: Mapping) -> Config:
-    """Return the settings with the training's values where they decide the memory of a step.
+def _trained_values(trained: Mapping) -> dict[str, Any]:
+    """Return the values of the settings of a training that decide the memory of a step.
 
     Args:
-        config: the settings that prediction takes over.
         trained: the plain settings in the manifest of a checkpoint.
+
+    Returns:
+        The values by the name of the setting, such as ``{"mesh.stages": 2}``.
     """
 
-    def value(setting: str):
+    def value(setting: str) -> Any:
         section, _, name = setting.partition(".")
         return trained[section][name]
 
-    sizes: dict[str, Sequence[int] | None] = {
+    sizes = {
         setting: None if value(setting) is None else Size(value(setting)) for setting in _SIZES
     }
-    return config.with_values({setting: value(setting) for setting in _NUMBERS} | sizes)
+    return {setting: value(setting) for setting in _NUMBERS} | sizes

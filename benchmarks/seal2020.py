@@ -12,6 +12,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from benchmarks.harness import parent, report
 from benchmarks.rows import Rows
 from distseg.cli.planned_training import PlannedTraining
@@ -19,6 +22,7 @@ from distseg.config.settings import Config, DataConfig, ModelConfig, OptimConfig
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import outline_model
+from distseg.planning.live_bytes import LiveBytes
 from distseg.planning.machine import Machine, load_machine
 from distseg.planning.mesh_layout import MeshLayout, Prediction
 from distseg.planning.mesh_search import Planner
@@ -55,6 +59,22 @@ class Training:
         work = PlannedTraining(config, model, size).work(self.machine, self.images)
         return Planner(work, self.machine)
 
+    def plain_memory(self) -> float:
+        """Return the bytes of a GPU on which a plain PyTorch program trains with AdamW.
+
+        They are the tensors of a step, counted on the meta device, the optimizer's values, and what
+        every process takes.
+        """
+        with torch.device("meta"):
+            network = outline_model(ModelConfig(name=self.network, in_channels=4, out_channels=2))
+            network = network.to("meta")
+            images = torch.empty(self.images, 4, self.side, self.side)
+            labels = torch.empty(self.images, self.side, self.side, dtype=torch.int64)
+            with LiveBytes("meta") as counted:
+                nn.functional.cross_entropy(network(images), labels).backward()
+        weights = sum(p.numel() for p in network.parameters())
+        return self.machine.base + counted.peak + 3 * 4 * weights + images.nbytes + labels.nbytes
+
     def alone(self) -> Prediction:
         """Return the prediction for one rank that computes a whole image."""
         one = Size((1, 1))
@@ -89,12 +109,13 @@ def memory(quick: bool) -> Iterator[dict]:
     for grid in (8,) if quick else (7, 8, 9):
         for halo in (HALO, EXACT_HALO):
             side = math.ceil(SIDE / grid) + 2 * halo
-            found = Training("summit-small", side, machine).alone().memory
+            training = Training("summit-small", side, machine)
+            found, plain = training.alone().memory, training.plain_memory()
             chosen = "8x8 was the best" if (grid, halo) == (GRID, HALO) else ""
             yield row(
                 "memory of a window",
                 f"{grid}x{grid} windows, halo {halo}: {side} x {side}",
-                f"{found / 1e9:.1f} GB, {_fits(found, machine)}",
+                f"{found / 1e9:.1f} GB, {_fits(found, machine)}; plain PyTorch {plain / 1e9:.1f} GB, {_fits(plain, machine)}",
                 chosen,
             )
     for network in NETWORKS[:1] if quick else NETWORKS:

@@ -54,10 +54,10 @@ from distseg.tiling.tile import Box
 def _conv3d(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, groups: int
 ) -> Tensor:
-    """Compute ``F.conv3d``, on CPUs in float32 with oneDNN's kernel if gradients are off.
+    """Compute ``F.conv3d``; on CPUs in float32 without gradients, use oneDNN's kernel.
 
-    For a single volume with few channels ``F.conv3d`` copies the input into a large matrix
-    (unfolding) instead, which takes far more time and memory than oneDNN.
+    For a single volume with few channels, ``F.conv3d`` itself copies the input into a large matrix
+    (unfolding). This takes far more time and memory than oneDNN.
     """
     fast = (
         x.device.type == "cpu"
@@ -193,7 +193,7 @@ def check_plain(name: str, layer: nn.Module) -> None:
 
 
 class _Unsupported(ValueError):
-    """Error for a setting of a layer, such as circular padding, that tiles cannot compute.
+    """Error for a setting with which a layer cannot be computed in tiles: circular padding.
 
     Its message names the setting and how to fix it. :func:`node_of` adds the name of the layer.
     """
@@ -266,7 +266,7 @@ def fill_of(layer: nn.Module) -> float | None:
 
 
 def fuses(layer: nn.Module) -> bool:
-    """Return True if a layer and its halo exchange can be computed as one autograd function.
+    """Return True if a layer and the halo exchange before it can be one autograd function.
 
     This holds for convolutions that pad with zeros (:mod:`distseg.layers.conv`).
     """
@@ -276,9 +276,9 @@ def fuses(layer: nn.Module) -> bool:
 def exchange_box(layer: nn.Module, part: LayerView) -> Box:
     """Return the box of a feature map that a tile has after the halo exchange for a layer.
 
-    The box is ``part.input``, perhaps with padding. For convolutions the exchange adds the padding
-    of the dims whose two sides need different padding; the kernel pads the other dims. For other
-    layers that pad with a constant the exchange adds all padding.
+    The box is ``part.input``, perhaps with padding. For a convolution, the exchange adds the
+    padding along each dim whose two sides need different padding; along other dims the convolution
+    pads itself. For other layers that pad with a constant, the exchange adds all padding.
 
     Args:
         part: the boxes that the layer reads and computes.
@@ -529,14 +529,14 @@ def _vector_at(layer: VectorAt, x: Tensor, have: Box, part: LayerView) -> Tensor
 
 
 def _aligned(x: Tensor, dim: int, n: int, m: int, first: int, wanted: range) -> Tensor:
-    """Return some output cells of a linear resize of one dim with ``align_corners=True``.
+    """Resize one dim linearly with ``align_corners=True``; return only the wanted output cells.
 
     Args:
-        x: the input cells that these output cells need, (B, C, ...).
+        x: the input cells that the wanted output cells need, (B, C, ...).
         dim: the dim of ``x`` that is resized, counted from the batch dim 0.
         n, m: the size of this dim in the whole input and in the whole output.
         first: the index of the first cell of ``x`` in the whole input.
-        wanted: the numbers of the output cells to return.
+        wanted: the indices of the output cells to return.
     """
     place = torch.arange(wanted.start, wanted.stop, dtype=torch.float64) * (
         (n - 1) / (m - 1) if m > 1 else 0.0
@@ -561,14 +561,14 @@ def _shuffle(shuffle: nn.PixelShuffle, x: Tensor, have: Box, part: LayerView) ->
 def _grown(
     layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part: LayerView
 ) -> Tensor:
-    """Return the result on ``part.output`` of a layer that turns each cell into a block of cells.
+    """Return a part of the result of a layer that turns each cell into a block of cells.
 
     Args:
         layer: the layer, such as ``nn.PixelShuffle`` or ``nn.Upsample`` with integer factors.
         factors: the size of a block, in cells along each dim.
         x: the cells of the input inside ``have``, (B, C, *have.size).
         have: a box of the input's feature map, which contains ``part.input``.
-        part: the boxes that the layer reads and computes.
+        part: the boxes that the layer reads and computes; ``part.output`` is the part to return.
     """
     y = layer(cropped(x, have, part.input))
     return taken_from(

@@ -40,7 +40,7 @@ from distseg.tiling.tile import Box
 
 
 class Where(NamedTuple):
-    """Box of the cells that a window owns, in two coordinate systems.
+    """The box of the cells that a window owns, counted in the window and in the whole feature map.
 
     Attributes:
         own: the box, counted from the first cell of the window.
@@ -54,13 +54,15 @@ class Where(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Contribution of one image of a window to the image's line.
+    """Contribution of one image of a window to a line, such as the means of the image's rows.
+
+    A line has a value of each channel for each position. In this example a position is a row.
 
     Attributes:
         moments: the moments at each position of which the window owns cells, with ``mean``
             (positions, C). None if the window owns no cells.
         at: the indices of these positions in the line, (positions,).
-        length: the length of the whole line.
+        length: the number of positions of the whole line.
         channels: number of channels of the feature map.
     """
 
@@ -107,7 +109,7 @@ class DistributedLines(DistributedMean):
         return found
 
     def _by_position(self, image: Tensor, place: Box, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Group the cells of an image that a window owns by their position in the line.
+        """Group the cells that a window owns by their position in the line, such as their row.
 
         Args:
             image: the owned cells, (C, *place.size).
@@ -125,7 +127,7 @@ class DistributedLines(DistributedMean):
         return cells.to(torch.promote_types(cells.dtype, torch.float32)), numbers
 
     def _numbers(self, place: Box, size: Sequence[int]) -> Tensor:
-        """Return the indices in the line of the positions that a box covers, (positions,).
+        """Return the indices of a line's positions that a box covers, (positions,).
 
         For the means of rows, these are the numbers of the box's rows.
 
@@ -152,9 +154,10 @@ class DistributedLines(DistributedMean):
         )
 
     def _line(self, parts: list[Part], length: int) -> Moments:
-        """Return an image's moments from the windows of this rank, with ``mean`` (length, C).
+        """Combine the contributions of this rank's windows to an image; return its moments.
 
-        Positions of which this rank owns no cells get the moments of zero cells.
+        The field ``mean`` has the shape (length, C). Positions of which this rank owns no cells get
+        the moments of zero cells.
 
         Args:
             parts: the contributions of this rank's windows to the image.
@@ -220,7 +223,7 @@ class DistributedLines(DistributedMean):
 
 
 class _Mean:
-    """Mean or sum of the cells at each position of a line, and base class of other statistics.
+    """Mean or sum at each position of a line, such as each row; base class of other statistics.
 
     Its methods take the results of :meth:`DistributedLines._by_position`: ``cells``, (L, C, cells
     of a position), and ``numbers``, the index of each cell of a position, (cells of a position,).
@@ -235,7 +238,7 @@ class _Mean:
         self.layer = layer
 
     def nothing(self, zeros: Tensor) -> Moments:
-        """Return the moments of L positions to which no cell has contributed yet.
+        """Return the moments of L positions before any cell is counted.
 
         Args:
             zeros: a tensor of zeros (L, C), which gives shape, dtype and device.
@@ -285,7 +288,7 @@ class _Mean:
 
 
 class _Variance(_Mean):
-    """Variance of the cells at each position of a line.
+    """Variance of the cells at each position of a line, such as the cells of each row.
 
     The sum of squared deviations is divided by the number of cells minus ``layer.correction``.
     """
@@ -301,7 +304,7 @@ class _Variance(_Mean):
 
 
 class _LogSumExp(_Mean):
-    """Log of the sum of exponentials of the cells at each position of a line.
+    """Log-sum-exp of the cells at each position of a line, such as the cells of each row.
 
     It is computed from two numbers, which are stored in the fields of :class:`Moments`: ``mean``
     holds the maximum and ``m2`` the sum of exp(x - maximum).
@@ -329,7 +332,7 @@ class _LogSumExp(_Mean):
 
 
 class _Max(_Mean):
-    """Maximum of the cells at each position of a line.
+    """Maximum of the cells at each position of a line, such as the cells of each row.
 
     Two numbers are stored in the fields of :class:`Moments`. ``mean`` holds the maximum. ``m2``
     holds the index (``numbers``) of the first cell with the maximum if ``layer.first`` is True,
@@ -359,7 +362,7 @@ class _Max(_Mean):
 
 
 def _beside(line: Tensor, cells: Tensor) -> Tensor:
-    """Return the values (L, C) of a line as (L, C, 1), in the dtype of ``cells``."""
+    """Reshape the values of a line from (L, C) to (L, C, 1), in the dtype of ``cells``."""
     return line.to(cells.dtype).unsqueeze(-1)
 
 
@@ -400,5 +403,5 @@ def distributed_class(layer: nn.Module) -> type[nn.Module]:
 
 
 def _picked(box: Box, dims: Sequence[int]) -> Box:
-    """Return a box with only the listed dims of ``box``."""
+    """Return a box that has only the dims ``dims`` of ``box``."""
     return Box(tuple(box.start[d] for d in dims), tuple(box.stop[d] for d in dims))

@@ -41,7 +41,7 @@ class Term:
 
     Attributes:
         sums: the number of partial sums of an image.
-        linear: True if the gradient of the loss by these sums follows from the labels alone
+        linear: True if the gradient of the loss by these sums can be computed from the labels alone
             (:class:`Loss`).
         takes: the names of the settings that this term uses and some other terms do not, such as
             ``class_weights``.
@@ -298,14 +298,14 @@ class Loss(Criterion):
         self.linear = is_linear(config.name)
 
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the partial sums of each image, (B, K), differentiable, in float32 or wider.
+        """Return the K partial sums of each image's tile, (B, K), with autograd graph.
 
         Args:
             logits: (B, outputs * C, *size).
             labels: (B, *size), of an integer dtype, or of a floating-point dtype for mse and l1.
 
         Returns:
-            The sums of the first output's terms, then those of the second output's terms, ...
+            The sums in float32 or wider: those of the first output's terms, then the second's, ...
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return torch.cat(
@@ -320,8 +320,8 @@ class Loss(Criterion):
     def counts(self, labels: Tensor) -> Tensor:
         """Return the partial sums that follow from labels alone, such as counts of valid pixels.
 
-        The result (B, K) float64 has 0 in place of the sums that depend on logits, and of all sums
-        of terms that are not linear.
+        The result is (B, K) float64. It has 0 in place of the sums that depend on logits, and may
+        have 0 in place of all sums of a term that is not linear.
 
         Args:
             labels: (B, *size), as in :meth:`rows`.
@@ -402,7 +402,7 @@ def of_numbers(name: str) -> bool:
 
 
 def is_linear(name: str) -> bool:
-    """Return True if the gradient of a loss by its partial sums follows from the labels alone.
+    """Return True if the gradient of a loss by its partial sums depends on the labels alone.
 
     This holds if every term is linear (:class:`Loss`), that is, if no term is dice.
 
@@ -462,10 +462,10 @@ def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
 
 
 def _beside_a_sum(count: Tensor) -> Tensor:
-    """Return the two partial sums of a mean with its first one left at 0: (0, count), float64.
+    """Return the partial sums (0, count) of a mean, whose first sum is not known yet, as float64.
 
-    A mean has the partial sums (sum of values over pixels, count of pixels). The count is known
-    from the labels. The sum of values is not, because it needs the logits, so 0 stands for it.
+    A mean has two partial sums: the sum of values over pixels, and the count of pixels. The count
+    is known from the labels. The sum of values needs the logits, so 0 stands for it.
 
     Args:
         count: the number of valid pixels, or the sum of their class weights, ().
@@ -474,7 +474,7 @@ def _beside_a_sum(count: Tensor) -> Tensor:
 
 
 def _ratio(total: Tensor, count: Tensor) -> Tensor:
-    """Return total / count, or 0 if count is 0, as in a step without a valid pixel.
+    """Return the mean total / count, or 0 if count is 0, as in a step without a valid pixel.
 
     Args:
         total: the sum over the pixels of all images of the step, ().

@@ -116,7 +116,7 @@ class DistributedMean(DistributedNorm):
         ).to(x.dtype)
 
     def collect(self, total: Tensor, g: Tensor, rows: list[int]) -> None:
-        """Add the gradients of the vectors of a window's images to the sums over all windows.
+        """Add the gradients of a window's result (vectors of its images) to sums over windows.
 
         Args:
             total: the sums (rows, C), changed in place, with a row for each part of each image.
@@ -140,7 +140,7 @@ class DistributedMean(DistributedNorm):
         return total if self.total else total / statistics.count.unsqueeze(-1)
 
     def spread(self, shares: Tensor, x: Tensor, rows: list[int], where: list[Box]) -> Tensor:
-        """Return the gradient of a window's cells, which is zero outside the owned cells.
+        """Return the gradient of a window's input, which is zero outside the owned cells.
 
         Args:
             shares: the gradient that each cell of a part gets, as :meth:`shares` returns it.
@@ -197,7 +197,7 @@ class DistributedMax(DistributedMean):
         return Max(self.first, self.grid)(x)
 
     def where(self, x: Tensor, index: int) -> tuple[Box, Box, tuple[int, ...]]:
-        """Locate the owned cells of window ``index``.
+        """Return the box of the cells that window ``index`` owns, in the window and in the map.
 
         Args:
             x: the window's part of a feature map, (B, C, *size).
@@ -329,7 +329,7 @@ class DistributedSpread(Spread):
 
 
 def parts_of(grid: Sequence[int], size: Sequence[int]) -> list[Box]:
-    """Return the boxes into which ``F.adaptive_avg_pool2d`` divides a map. They may overlap.
+    """Return the boxes over which ``F.adaptive_avg_pool2d`` takes its means. They may overlap.
 
     Args:
         grid: the number of boxes along each dim.
@@ -340,7 +340,9 @@ def parts_of(grid: Sequence[int], size: Sequence[int]) -> list[Box]:
 
 
 def _nothing(x: Tensor) -> Moments:
-    """Return the moments, all 0, that a window contributes to a part of which it owns no cells.
+    """Return the moments of zero cells: count, mean and squared deviations are all 0.
+
+    They are the contribution of a window that owns no cell of a part of the image.
 
     Args:
         x: the feature map, which gives the number of channels.
@@ -350,7 +352,7 @@ def _nothing(x: Tensor) -> Moments:
 
 
 def numbers_of(box: Box, size: Sequence[int]) -> Tensor:
-    """Return the index of each cell of a box in the flattened feature map, (cells,).
+    """Return, for each cell of a box, its index in the flattened feature map, (cells,).
 
     Args:
         box: the box, in cells of the map.
@@ -409,7 +411,7 @@ class _JointMean(torch.autograd.Function):
 
 
 class PendingMean(Pending):
-    """Mean, maximum or other statistic of images whose windows are computed one after another.
+    """A mean, maximum or other statistic of images, for windows computed one after another.
 
     It has the methods of :class:`distseg.layers.norm.Pending`. The statistics of all windows are
     known when the object is created. So a call with any window of an image returns the vector of

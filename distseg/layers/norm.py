@@ -69,7 +69,7 @@ class DistributedNorm(nn.Module):
 
     Args:
         norm: the user's layer.
-        context: the state of the model's forward pass.
+        context: the state of the model's forward pass, with the position of each window.
         stride: the number of image pixels per cell of the layer's feature map, along each dim.
         name: the layer's name in error messages.
     """
@@ -106,8 +106,8 @@ class DistributedNorm(nn.Module):
     def note(self, statistics: Moments) -> None:
         """Store the statistics of one call of the layer until :func:`commit` uses them.
 
-        A user's module that is no list of layer calls may call this layer several times in a
-        forward pass. Statistics of its first, second, ... call in a pass are stored separately.
+        A user's module may call this layer several times in a forward pass. Statistics of its
+        first, second, ... call in a pass are stored separately.
 
         Args:
             statistics: the moments over all images of the call: count (), mean and m2 (C,).
@@ -117,10 +117,10 @@ class DistributedNorm(nn.Module):
 
     @property
     def running(self) -> DistributedNorm:
-        """Counterpart that holds the running statistics of the user's layer.
+        """The distributed counterpart (this layer or another) that holds the running statistics.
 
-        If user code calls the layer several times, each call has a counterpart. The counterpart of
-        the first call holds the running statistics for all calls.
+        If user code calls a norm layer several times, each call has a counterpart. The counterpart
+        of the first call holds the running statistics for all calls.
         """
         return self.keeper[0] if self.keeper else self
 
@@ -162,7 +162,7 @@ class DistributedNorm(nn.Module):
         return list(_JointNorm.apply(self, self.weight, self.bias, *xs))
 
     def fixed(self, x: Tensor) -> Tensor:
-        """Normalise a window with the running statistics, in a call without a backward pass.
+        """Normalise a window with the running statistics, where no backward pass follows.
 
         Args:
             x: the layer's input in the window, (B, C, *size).
@@ -204,7 +204,7 @@ class DistributedNorm(nn.Module):
         )
 
     def closed(self, y: Tensor, x: Tensor) -> Tensor:
-        """Undo :meth:`opened`: return the norm's result ``y`` for ``opened(x)`` in x's shape.
+        """Undo :meth:`opened`: return ``y``, the norm of ``opened(x)``, in the shape of ``x``.
 
         If :meth:`opened` changes nothing, ``y`` itself is returned instead of a view. A view of a
         single image would lose the memory format, and later layers would copy the image.
@@ -212,7 +212,7 @@ class DistributedNorm(nn.Module):
         return y if self.parts is None and self.frames == 1 else y.view_as(x)
 
     def is_local(self, xs: list[Tensor]) -> bool:
-        """Return True if a norm function of PyTorch is to compute this norm (:meth:`local`).
+        """Return True if PyTorch's own norm functions are to compute this norm (:meth:`local`).
 
         These functions are used where the compiled kernels are not available, for instance on a
         GPU. The norm must be active, and this rank must hold its images whole, in one window. Three
@@ -267,7 +267,10 @@ class DistributedNorm(nn.Module):
         return y if self.slope == 1 else F.leaky_relu_(y, self.slope)
 
     def _local(self, x: Tensor) -> Tensor:
-        """Compute the norm of whole images by PyTorch's functions; note a batch norm's sums."""
+        """Compute the norm of whole images with PyTorch's norm functions.
+
+        In training, store the statistics of a batch norm for the update of its running statistics.
+        """
         if self.kind == "group":
             return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
         # Batch norm of one image at a time: PyTorch's instance norm is slow in channels_last.
@@ -301,7 +304,7 @@ class DistributedNorm(nn.Module):
         return x[(..., *self.own(x, index).slices)]
 
     def own(self, x: Tensor, index: int) -> Box:
-        """Return the box of the cells over which this rank takes statistics, its owned cells.
+        """Return the box of the cells that this rank owns and over which it takes statistics.
 
         The box counts from the first cell of ``x``.
 
@@ -372,7 +375,7 @@ class DistributedNorm(nn.Module):
         return compiled.Norm(self.groups or 0, self.kind == "batch", self.eps, self.slope, p, keys)
 
     def masks(self, xs: list[Tensor]) -> list[Tensor | None]:
-        """Return, for each window, the mask of the channel dropout that is folded into the norm.
+        """Return, for each window, the mask of the channel dropout that this layer applies first.
 
         A mask (B, C) float64 is 0 for a dropped channel and 1 / (1 - p) for a kept one. It is None
         if the norm has no dropout or is in evaluation.
@@ -390,8 +393,8 @@ class DistributedNorm(nn.Module):
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
         """Return count, mean and squared deviations (moments) of each channel, for each image.
 
-        They are taken over the cells of window number ``index`` that belong to its tile, without
-        the halo.
+        They are taken over the cells of window number ``index`` that the tile owns, without the
+        halo.
 
         Args:
             x: the feature map of the window.
@@ -442,7 +445,7 @@ class DistributedNorm(nn.Module):
         return everyone
 
     def _least(self, by_row: dict[int, list[Contribution]], statistics: Moments) -> float:
-        """Return the number of values in the smallest set of which a mean and variance are taken.
+        """Return the smallest number of values from which one mean and variance are computed.
 
         This is the number of pixels of the row with the fewest pixels, times the number of channels
         that share a statistic: the channels of a group in group norm, otherwise 1.
@@ -494,7 +497,7 @@ class DistributedNorm(nn.Module):
     def normalise(
         self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None = None
     ) -> Tensor:
-        """Return window number ``index`` after the norm, and the dropout and activation behind it.
+        """Apply dropout, norm and activation to window number ``index``, and return the result.
 
         Args:
             x: the feature map of the window.
@@ -541,11 +544,11 @@ class DistributedNorm(nn.Module):
     def tilt_and_shift(
         self, c: Coefficients, shares: Tensor, times: float = 1
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient that the statistics add on owned pixels, as two vectors (C,).
+        """Return the input's gradient through the statistics, as two vectors (C,).
 
-        On owned pixels the backward pass adds tilt * (x - pivot) + shift to dx. This sum equals
-        -times * r / N * (s1 + (xhat - s0 / N) * s2), in the notation at the top of this file. For
-        feature maps s0 is 0.
+        On owned pixels the backward pass adds tilt * (x - pivot) + shift to the input's gradient.
+        In the notation of :mod:`distseg.layers.norm`, this sum is -times * r / N * (s1 + (xhat - s0
+        / N) * s2). For feature maps s0 is 0.
 
         Args:
             c: the coefficients with which the image was normalised.
@@ -568,7 +571,7 @@ class DistributedNorm(nn.Module):
 
 
 class Contribution(NamedTuple):
-    """Contribution of one image of a window to the statistics.
+    """Contribution of one image of a window to the statistics of a norm.
 
     Attributes:
         row: the row of the statistics to which the moments belong (:meth:`DistributedNorm.rows`).
@@ -584,7 +587,7 @@ class Contribution(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Coefficients with which one image is normalised, vectors (C,) or numbers.
+    """Coefficients with which a norm layer normalises one image; each is a vector (C,) or a number.
 
     Here x is the layer's input before the folded dropout, xhat the normalised input without weight
     and bias, and y the layer's result. The coefficients include the image's dropout mask.
@@ -602,7 +605,7 @@ class Coefficients(NamedTuple):
 def _coefficients(
     mean, var, eps: float, weight, bias, slope: float, mask: Tensor | None
 ) -> Coefficients:
-    """Return the coefficients with which a norm maps one image.
+    """Return the coefficients with which a norm layer normalises one image.
 
     Args:
         mean, var: statistics of each channel, (C,) float64.
@@ -625,7 +628,7 @@ def _coefficients(
 
 
 class _WholeNorm(torch.autograd.Function):
-    """Autograd function that normalises whole images with one kernel call in each direction.
+    """Autograd function that normalises whole images with one kernel call forward, one backward.
 
     It replaces :class:`_JointNorm` if one rank holds all images whole.
     """
@@ -655,15 +658,19 @@ class _WholeNorm(torch.autograd.Function):
 
 @lru_cache(1024)
 def _number(count: int) -> Tensor:
-    """Return a count as a tensor () float64. It is cached, so the caller must not write to it."""
+    """Return a count as a float64 tensor of shape ().
+
+    The tensor is cached, so the caller must not write to it.
+    """
     return torch.tensor(count, dtype=torch.float64)
 
 
 class _JointNorm(torch.autograd.Function):
     """Autograd function that normalises all windows of a rank together.
 
-    For an active norm, the statistics and their gradient are combined over all ranks that share
-    them. Any other norm uses its running statistics.
+    For an active norm (one that uses the statistics of the current images), the statistics and
+    their gradient are combined over all ranks that share them. Any other norm uses its running
+    statistics.
     """
 
     @staticmethod
@@ -734,11 +741,11 @@ class _JointNorm(torch.autograd.Function):
 
 
 class Pending:
-    """Active norm of windows that are computed one after another, as streamed tiles are.
+    """Norm with the statistics of the current images, for windows computed one after another.
 
-    The order of calls: call the object with each window to normalise it. Run the windows' backward
-    passes, which treat the statistics as constants, and add up in this object the sums from which
-    the gradient of the statistics follows. Call :meth:`finalize` once. Then call
+    First, call the object with each window to normalise it. Then run the windows' backward passes.
+    They treat the statistics as constants, and add up in this object the sums from which the
+    gradient of the statistics is computed. Then call :meth:`finalize` once. Finally, call
     :meth:`with_statistics_grad` for each window, to add the missing part of its gradient.
 
     Args:
@@ -759,8 +766,8 @@ class Pending:
         Args:
             x: the feature map of the window.
             mask: the dropout mask of the window (:meth:`DistributedNorm.masks`).
-            share: the fraction of the image that the window stands for, used for vectors only. The
-                fractions of all windows of an image add up to 1, even if windows overlap.
+            share: the fraction of the image that counts as this window's part, used for vectors
+                only. The fractions of all windows of an image add up to 1, even if windows overlap.
         """
         opened = self.norm.opened(x)
         self.channels = opened.shape[1]
@@ -799,7 +806,7 @@ class Pending:
         self.centre = None if self.norm.parts is None else torch.zeros_like(self.dweight)
 
     def finalize(self) -> None:
-        """Complete the gradients after the backward passes of all windows of this rank.
+        """Complete the norm's gradients, after the backward passes of all windows of this rank.
 
         The gradients of weight and bias are added to their ``grad``. The sums for the gradient of
         the statistics are added over all ranks that share statistics, which must call this method
@@ -852,8 +859,9 @@ class _PendingNorm(torch.autograd.Function):
     """Autograd function that normalises one window for a :class:`Pending`.
 
     Its backward pass returns the gradient of the window's input for constant statistics. It also
-    adds the window's sums of g and g * xhat to the :class:`Pending`. From the sums of all windows,
-    the :class:`Pending` later computes the gradient through the statistics.
+    adds the window's sums of g and g * xhat to the :class:`Pending`, where g is the gradient of the
+    result and xhat the normalised input without weight and bias. From the sums of all windows, the
+    :class:`Pending` later computes the gradient through the statistics.
     """
 
     @staticmethod
@@ -893,9 +901,9 @@ def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficien
 def _centre(x: Tensor, c: Coefficients, times: float) -> Tensor:
     """Return the sum of an image's normalised values xhat, multiplied by ``times``, (C,).
 
-    Over all images, these sums add up to s0. It would be 0 if the mean were not rounded, but the
-    vectors of a batch can differ so little that the rounding error matters: with s0 = 0 it would
-    change a gradient whose terms nearly cancel.
+    The sum over all images would be 0 if the mean were not rounded. But the vectors of a batch can
+    differ so little that the rounding error matters: to take the sum as 0 would change a gradient
+    whose terms nearly cancel.
 
     Args:
         x: the norm's input, (1, C, *size).
@@ -955,7 +963,7 @@ def _nowhere(x: Tensor) -> Box:
 
 
 def _normalised(x: Tensor, affines: list[Affine]) -> Tensor:
-    """Return each image of x (B, C, *size), mapped with its own coefficients."""
+    """Apply to each image x[b] of the batch x (B, C, *size) its own affine map ``affines[b]``."""
     y = torch.empty_like(x)
     if len(affines) > 1 and all(affine is affines[0] for affine in affines):
         # Images with equal coefficients are computed as one image with B times the channels.
@@ -983,10 +991,10 @@ def _kernels(x: Tensor):
 
 
 def active_norms(layers: Iterable[nn.Module], frozen: bool) -> list[int]:
-    """Return the numbers of the layers that take statistics of the images in training.
+    """Return the indices of the layers that take statistics of the images in training.
 
     Args:
-        layers: all layers of the network; the first one has number 0.
+        layers: all layers of the network; the first one has index 0.
         frozen: True if norms use their running statistics. Then only means (:class:`Mean` and its
             subclasses) take statistics.
     """
@@ -1030,7 +1038,7 @@ def _kind(norm: nn.Module, name: str) -> str:
 
 
 def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) -> None:
-    """Update the running statistics, once for this optimizer step.
+    """Update the running statistics of all norm layers, once for this optimizer step.
 
     The new values are the mean and variance of all images of the step, over micro-batches and
     sample groups, from the statistics that :meth:`DistributedNorm.note` has stored. (This is the
@@ -1061,7 +1069,7 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
 
 
 def _over_groups(seen: list[Moments], groups_comm) -> list[Moments]:
-    """Return the moments of each layer over the images of all sample groups, in one message.
+    """Combine the moments of each layer over the images of all sample groups, in one message.
 
     All ranks of ``groups_comm`` must call it together.
 
@@ -1086,14 +1094,15 @@ def _over_groups(seen: list[Moments], groups_comm) -> list[Moments]:
 def _average(
     norms: Sequence[DistributedNorm], means: Sequence[Tensor], variances: Sequence[Tensor]
 ) -> None:
-    """Update the running mean and variance of each norm with new values.
+    """Update the running mean and variance of each norm layer with those of a step's images.
 
     Norms that share running statistics are updated one after another, in the given order. All other
     norms are updated together.
 
     Args:
         norms: the layers. A layer that had several calls may occur several times.
-        means, variances: for each entry of ``norms``, the new values for its channels, (C,).
+        means, variances: for each entry of ``norms``, the mean and variance of the step's images,
+            (C,).
     """
     times: Counter[DistributedNorm] = Counter()
     groups: dict[tuple, list[int]] = {}

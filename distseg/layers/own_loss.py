@@ -174,7 +174,7 @@ class PixelLoss(Criterion):
             self._compare(alone, values[one], why, what)
 
     def _called(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the values of the user's function for copies of example logits and target.
+        """Call the user's function with copies of example logits and target, and return its values.
 
         Raises:
             ValueError: the function fails, returns no tensor, or uses tensors with requires_grad.
@@ -295,7 +295,7 @@ class SumLoss(Criterion):
 def criterion_of(
     given, channels: int, outputs: Sequence[str] | None = None, ignore_index: int = -100
 ) -> Criterion:
-    """Turn a loss that a user gave into a :class:`Criterion`.
+    """Turn a loss, in any form in which a user may give it, into a :class:`Criterion`.
 
     Args:
         given: a :class:`Criterion`, the name of a loss such as ``cross_entropy + 0.5*dice``, or a
@@ -337,7 +337,7 @@ def criterion_of(
 
 
 def _filled(target: Tensor, valid: Tensor) -> Tensor:
-    """Return the target with 0 where ``valid`` is False."""
+    """Return ``target`` with all invalid entries, where ``valid`` is False, replaced by 0."""
     return target.where(valid, torch.zeros((), dtype=target.dtype, device=target.device))
 
 
@@ -361,7 +361,7 @@ def _example(outputs: Outputs, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
-    """Call a user's function and return its values, which must not require a gradient.
+    """Call a user's function; return its result, a tensor that must not require a gradient.
 
     Args:
         call: a function without arguments that calls the user's function with example logits and

@@ -81,7 +81,7 @@ class Pop(nn.Module):
         self.name = name
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Return ``x`` joined with the skip.
+        """Return the concatenation of the skip and ``x`` along the channels.
 
         Args:
             x: the input of the layer.
@@ -122,7 +122,7 @@ class Add(Pop):
 
 
 class Join(nn.Module):
-    """Base class of layers that join several maps.
+    """Base class of layers that join several feature maps, by a sum or a concatenation.
 
     The maps may differ in size. All are cut to the size of the last one, which must be the
     smallest.
@@ -133,7 +133,11 @@ class Join(nn.Module):
 
 
 class Cat(Join):
-    """Concatenation of channels: (N, C1, ...), (N, C2, ...), ... -> (N, C1 + C2 + ..., ...)."""
+    """A layer that concatenates feature maps along the channels.
+
+    Shapes are (N, C1, ...), (N, C2, ...), ... -> (N, C1 + C2 + ..., ...). Maps that are larger than
+    the last one are cut to its size.
+    """
 
     @staticmethod
     def joined(*maps: Tensor) -> Tensor:
@@ -141,7 +145,10 @@ class Cat(Join):
 
 
 class Sum(Join):
-    """Sum of maps: (N, C, ...), (N, C, ...), ... -> (N, C, ...)."""
+    """A layer that adds feature maps: (N, C, ...), (N, C, ...), ... -> (N, C, ...).
+
+    Maps that are larger than the last one are cut to its size.
+    """
 
     @staticmethod
     def joined(*maps: Tensor) -> Tensor:
@@ -175,7 +182,10 @@ def _filled_up(x: Tensor, multiple: int) -> Tensor:
 
 
 class CutTo(Join):
-    """Crop of a map to another map's size: (N, C, *larger), (N, ?, *size) -> (N, C, *size)."""
+    """A layer that crops a map to the size of another map.
+
+    Shapes are (N, C, *larger), (N, ?, *size) -> (N, C, *size), where ? is any number of channels.
+    """
 
     @staticmethod
     def joined(x: Tensor, like: Tensor) -> Tensor:
@@ -241,9 +251,9 @@ class Max(Mean):
 class Spread(nn.Module):
     """Expansion of a vector of the image to all positions of a map.
 
-    Shapes are (N, ?, *size), (N, C * parts, 1, ...) -> (N, C, *size). Only the size of the first
-    input is used. ``parts`` is the number of values that the vector has for each channel. By
-    default it is 1, and this value is repeated.
+    Shapes are (N, ?, *size), (N, C * parts, 1, ...) -> (N, C, *size). The first input is the map,
+    with any number of channels; only its size is used. ``parts`` is the number of values that the
+    vector has for each channel. By default it is 1, and this value is repeated.
 
     Args:
         grid: the shape of a channel's values if they are a grid, as :class:`Mean` makes it. The
@@ -262,7 +272,7 @@ class Spread(nn.Module):
         return self.part(x, size, [range(n) for n in size])
 
     def part(self, x: Tensor, size: Sequence[int], places: Sequence[range]) -> Tensor:
-        """Return the part of the layer's result (N, C, *size) in one box, such as that of a tile.
+        """Return the part of the layer's result (N, C, *size) inside a box, such as a tile.
 
         Args:
             x: the vector (N, C * parts, 1, ...), the layer's second input. It has ``parts`` values
@@ -309,9 +319,10 @@ class Spread(nn.Module):
 
 
 class VectorNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm of vectors: (N, C * parts, 1, ...) -> (N, C * parts, 1, ...).
+    """Batch norm of vectors that have ``parts`` numbers for each channel, (N, C * parts, 1, ...).
 
-    It equals ``nn.BatchNorm1d`` on (N, C), or ``nn.BatchNorm2d`` on (N, C, *grid).
+    The shape does not change. The layer equals ``nn.BatchNorm1d`` on (N, C), or ``nn.BatchNorm2d``
+    on (N, C, *grid) with a grid of ``parts`` cells.
 
     Args:
         channels: C.
@@ -333,9 +344,9 @@ class VectorNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class FramesNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm of maps that hold several frames: (N, frames * C, *size) -> (same shape).
+    """Batch norm of maps that hold several frames of each image, (N, frames * C, *size).
 
-    It equals ``nn.BatchNorm2d`` on (N * frames, C, *size).
+    The shape does not change. The layer equals ``nn.BatchNorm2d`` on (N * frames, C, *size).
 
     Args:
         channels: C, the number of channels of a frame. They are adjacent.
@@ -363,9 +374,10 @@ def as_vector(x: Tensor, dims: int) -> Tensor:
 
 
 def is_vector(x: Tensor, size: Sequence[int]) -> bool:
-    """Return True if a tensor has a single position, but the map it belongs to has several.
+    """Return True if ``x`` has a single position although its map has several positions.
 
-    ``size`` is the spatial size of that map.
+    ``size`` is the spatial size of the map. For example, the mean of each channel (N, C, 1, 1) is a
+    vector of an image of 64 x 64 pixels.
     """
     # numel() would fix the sizes in torch.export.
     return all(n == 1 for n in x.shape[2:]) and any(n > 1 for n in size)
@@ -408,9 +420,10 @@ class DropImage(nn.Module):
 
 
 class MainOutput(nn.Module):
-    """Selection of the first of several outputs in evaluation; in training all outputs pass.
+    """A layer that keeps the first of several outputs in evaluation, and all outputs in training.
 
-    The outputs are adjacent in the channels: (N, outputs * C, *size) -> (N, C, *size).
+    The outputs are stacked along the channels. Shapes in evaluation are (N, outputs * C, *size) ->
+    (N, C, *size).
     """
 
     def __init__(self, outputs: int):
@@ -441,11 +454,11 @@ class Step(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Form in which the functions of a layer take one of the layer's inputs.
+    """Description of how one input of a :class:`Formula` is rearranged and cast before use.
 
     Attributes:
-        axes: the axes of the tensor that the functions take, such as those of (N, H * W, C); None
-            if they take the map (N, C, *size) itself.
+        axes: the axes of the tensor that the layer's functions take, such as those of
+            (N, H * W, C); None if they take the map (N, C, *size) itself.
         dtype: the dtype to which the values are converted, for example ``torch.bool`` for a mask;
             None to leave them in the floating-point dtype of the map.
     """
@@ -523,7 +536,7 @@ class Formula(nn.Module):
 
         Args:
             maps: the inputs of the layer.
-            reads: the form of each input, which says whether it has positions.
+            reads: the form of each input, whose axes show whether the input is a map or a vector.
         """
         sizes = (
             x.shape[2:] for x, read in zip(maps, reads) if read.axes is None or places_of(read.axes)
@@ -587,12 +600,15 @@ class Derived(nn.Module):
 
 @cache
 def taken() -> frozenset[str]:
-    """Return the attribute names of ``Formula`` and ``Derived``, which no tensor can be given."""
+    """Return the names that a tensor of a ``Formula`` or ``Derived`` layer must not have.
+
+    They are the names of attributes of these classes.
+    """
     return frozenset((*dir(Formula((), ())), *dir(Derived(nn.Identity(), {}, {}))))
 
 
 def register(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Register tensors in a layer: parameters as parameters, other tensors as buffers."""
+    """Register tensors in a layer by name: parameters as parameters, other tensors as buffers."""
     for name, tensor in tensors.items():
         if isinstance(tensor, nn.Parameter):
             layer.register_parameter(name, tensor)
@@ -603,7 +619,7 @@ def register(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 class Fixed(NamedTuple):
     """An argument of a :class:`Step`: a constant tensor of the user's code.
 
-    It is moved to the device of the layer.
+    When the layer runs, the tensor is moved to the layer's device.
     """
 
     tensor: Tensor
@@ -699,7 +715,7 @@ def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor):
 
 
 def _beside(x: Tensor, other: Tensor) -> Tensor:
-    """Return the constant ``x`` on the device of ``other``.
+    """Return the constant tensor ``x`` on the device of ``other``.
 
     A float64 constant is also cast to the dtype of ``other`` if that is floating point: a capture
     runs in float64, so a constant of the network's dtype is stored in float64. Constants of other
@@ -712,7 +728,7 @@ def _beside(x: Tensor, other: Tensor) -> Tensor:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a module on the meta device, without weights."""
+    """Return a copy of a module on the meta device, where its weights have shapes but no values."""
     parameters = {id(p): nn.Parameter(_weightless(p), p.requires_grad) for p in model.parameters()}
     return copied_with(model, parameters | {id(b): _weightless(b) for b in model.buffers()})
 
@@ -841,14 +857,14 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
 
 
 def _taken(x: Tensor, size: Sequence[int]) -> Tensor:
-    """Return a copy of the first ``size[d]`` positions of a map along each spatial dim d."""
+    """Return a copy of the part of a map with the first ``size[d]`` positions along each dim d."""
     for dim, n in enumerate(size, 2):
         x = x.index_select(dim, torch.arange(n, device=x.device))
     return x
 
 
 def cut_to(x: Tensor, like: Tensor) -> Tensor:
-    """Return the part of ``x`` that has the spatial size of ``like``."""
+    """Return the first part of ``x`` (N, C, *larger), of the spatial size of ``like``."""
     if x.shape[2:] == like.shape[2:]:
         return x
     return x[(slice(None), slice(None), *(slice(n) for n in like.shape[2:]))]

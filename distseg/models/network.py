@@ -47,7 +47,7 @@ class Network(nn.Module):
         of_image: True if the result is a vector of each image.
 
     Attributes of a captured network (:mod:`distseg.models.capture.capture`):
-        names: the user's names of its parameters and buffers, where these names differ.
+        names: the names that parameters and buffers have in the user's module, if they differ.
         lines: the line of user code that each layer comes from.
         check: a function ``(size, images)`` that raises an error if the user's module would compute
             something else with this many images of this size.
@@ -137,14 +137,14 @@ class Network(nn.Module):
     def cells_read(self, name: str) -> tuple[str, ...]:
         """Return the names of the layers whose results the layer ``name`` reads.
 
-        ``image`` stands for the network's input. A layer is left out if only the size of its result
-        is read, as for the target of a resize.
+        ``image`` stands for the network's input. If the layer reads only the size of a result, as a
+        resize to the size of another map does, that result is left out.
         """
         reads = self.reads[name]
         return reads[:-1] if isinstance(self.get_submodule(name), LooksAtSize) else reads
 
     def hold_unused(self, tensors: Mapping[str, Tensor]) -> None:
-        """Register parameters and buffers that no layer uses.
+        """Register in the network the user's parameters and buffers that no layer uses.
 
         They must not get lost, because an optimizer may apply weight decay to them.
         """
@@ -174,7 +174,7 @@ class Network(nn.Module):
 
 @cache
 def reserved() -> frozenset[str]:
-    """Return the names that no part of a layer's name, such as ``a`` in ``a.b``, may be.
+    """Return the names that no part of a layer's name may be, such as ``a`` in ``a.b``.
 
     They are the attributes and methods of :class:`Network`.
     """
@@ -212,7 +212,7 @@ class Call:
 
     @property
     def like(self) -> int | None:
-        """Number of the last input map if the layer reads only the size of that map; else None."""
+        """Number of the last input map if the layer reads only that map's size; else None."""
         return self.inputs[-1] if isinstance(self.layer, LooksAtSize) else None
 
 
@@ -260,7 +260,7 @@ They draw random numbers, or a pass changes the state that the next pass uses.
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """Return a short hash of a network's layer calls, to check that all ranks compute the same.
+    """Return a short hash of a network's layer calls, by which ranks check that theirs are equal.
 
     It does not depend on the values of the weights.
     """
@@ -346,7 +346,7 @@ def _collect(
 def _skipped(
     layer: nn.Module, position: int, source: int, stashed: dict[str, int]
 ) -> tuple[int, ...]:
-    """Return the index of the skip's map if a layer is a pop; record the map if it is a stash.
+    """Handle the two layers of a skip: record the map of a stash, or return the map of a pop.
 
     Args:
         layer: the layer.
@@ -355,7 +355,7 @@ def _skipped(
         stashed: the numbers of the maps that are stashed, by stash name. This dict is updated.
 
     Returns:
-        A tuple: with one number for a pop, empty for all other layers.
+        A tuple: the index of the skip's map for a pop, empty for all other layers.
 
     Raises:
         ValueError: two stashes have the same name, or a pop comes before its stash.
@@ -380,10 +380,10 @@ def _skipped(
 def _check_in_place(calls: Sequence[Call]) -> None:
     """Refuse layers that overwrite in place a map which other layers read too.
 
-    The values that these other layers read would depend on the order of execution.
+    The numbers that the other layers read would depend on the order of execution.
 
     Raises:
-        ValueError: a layer does this. The message names it and how to fix it.
+        ValueError: a layer overwrites such a map. The message names it and how to fix it.
     """
     same = list(range(len(calls) + 1))  # for each map the map whose memory it shares
     readers: dict[int, int] = {}
@@ -500,10 +500,10 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def of_image(model: nn.Module, size: Sequence[int] | None = None) -> bool:
-    """Return True if a network makes a vector of each image, as for classification.
+    """Return True if a network returns a vector for each image, as for classification.
 
-    If the shape of the result cannot be computed, the result is False. ``size`` is the size of the
-    images. It is needed for networks that take a single size only (:func:`answer_of`).
+    Return False if the shape of the result cannot be computed. ``size`` is the size of the images.
+    It is needed for networks that take a single size only (:func:`answer_of`).
     """
     if isinstance(model, Network):
         return model.of_image
@@ -513,9 +513,10 @@ def of_image(model: nn.Module, size: Sequence[int] | None = None) -> bool:
 
 @torch.no_grad()
 def channels_of_maps(model: nn.Module) -> list[int]:
-    """Return the number of channels of each map of an ``nn.Sequential`` or :class:`Network`.
+    """Return the number of channels of each feature map of a network, the image first.
 
-    The number is 0 for a vector of the image, since a vector takes almost no memory.
+    The network is an ``nn.Sequential`` or a :class:`Network`. The number is 0 for a vector of the
+    image, since a vector takes almost no memory.
 
     Raises:
         ValueError: a layer does not take the result of the layers before it.

@@ -48,13 +48,13 @@ class MapView:
 
     @property
     def own(self) -> Box:
-        """Owned box in coordinates of the available box."""
+        """The owned box, counted from the first cell of the available box."""
         return self.owned.relative_to(self.available)
 
 
 @dataclass(frozen=True)
 class LayerView(MapView):
-    """Boxes of one tile at one node (a layer call): what the tile reads, and what it computes.
+    """Boxes of one tile at one node (a layer call): the cells that it reads and those it computes.
 
     ``size``, ``owned`` and ``available`` are those of the node's first input.
 
@@ -73,7 +73,7 @@ class LayerView(MapView):
 
 
 class Layout:
-    """Boxes of all tiles of one image at all nodes of a graph.
+    """Boxes that each tile of an image owns, reads and computes, at each layer call of a network.
 
     Args:
         graph: the network.
@@ -84,8 +84,9 @@ class Layout:
             (``level``), or not at all (``all``).
         fuse_below: consecutive layers that read beyond their tile share one exchange if their tiles
             have fewer cells than this along some dim.
-        stored: the nodes whose first input is stored in any case. If only pointwise layers lie
-            between such a node and an exchange, the exchange moves back to this node.
+        stored: the nodes whose first input is stored as a whole in any case, as streaming does. If
+            only pointwise layers lie between such a node and an exchange, the exchange moves back
+            to this node.
 
     Attributes:
         sizes: size of each map.
@@ -133,7 +134,7 @@ class Layout:
         self.along = lru_cache(_SPANS)(self._along)
 
     def check_result(self, borders: Sequence[Sequence[int]]) -> Layout:
-        """Check that the result of the model has the image's size, and return this layout.
+        """Check that the result of the model has the size of the image; return this layout.
 
         Raises:
             ValueError: the sizes differ. The message names both.
@@ -151,10 +152,10 @@ class Layout:
         return tuple(starts[a] for starts, a in zip(self._starts, tile.start))
 
     def part(self, number: int, cell: tuple[int, ...]) -> LayerView:
-        """Return the boxes of one tile at one node.
+        """Return the boxes that one tile reads and computes at one node (layer call).
 
         Args:
-            number: the node.
+            number: the index of the node.
             cell: the position of the tile in the grid.
         """
         if (number, cell) not in self._parts:
@@ -162,7 +163,7 @@ class Layout:
         return self._parts[number, cell]
 
     def _part(self, number: int, cell: tuple[int, ...]) -> LayerView:
-        """Return the boxes of one tile at one node, as :meth:`part` does, without its cache."""
+        """Compute the boxes that :meth:`part` returns and caches."""
         needs, source = [need[number] for need in self._needs], self.graph[number].first
 
         def box(field: str) -> Box:
@@ -200,12 +201,13 @@ class Layout:
         return self.owned(self.graph.result, cell)
 
     def _along(self, numbers: tuple[int, ...], dim: int, span: Span) -> SegmentSpans:
-        """Return the spans that consecutive nodes read and compute along a dim.
+        """Return the spans of cells that one tile reads and computes at several nodes, along a dim.
 
-        The results are cached, because the many tiles of a grid have few different spans.
+        The results are cached, as ``along``, because the many tiles of a grid have few different
+        spans.
 
         Args:
-            numbers: the numbers of the nodes.
+            numbers: the indices of consecutive nodes (layer calls).
             dim: the dim.
             span: the wanted span of the last node's result.
         """
@@ -218,7 +220,7 @@ class Layout:
         )
 
     def spans(self, number: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
-        """Return, for a node's first input, the tile borders and the spans that tiles read.
+        """Return, for a node's first input, the tile borders and the span that each tile reads.
 
         Returns:
             Two lists with one entry per dim: the tile borders, as positions from 0 to the size of
@@ -231,7 +233,10 @@ class Layout:
     def margins(self, source: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
         """Return the tile borders of an exchanged map, and the span of cells that each tile needs.
 
-        The span covers what all nodes read before which the map is exchanged.
+        A tile needs the cells that it reads at all nodes before which the map is exchanged.
+
+        Args:
+            source: the index of the map.
 
         Returns:
             Two lists with one entry per dim: the tile borders, as positions from 0 to the size of
@@ -272,7 +277,7 @@ class TileCells(NamedTuple):
 
 
 class TileBorders:
-    """Tile borders of every feature map along one dim, and the cells that tiles need between them.
+    """Tile borders of every feature map along one dim, and the cells that each tile needs.
 
     Args:
         graph: the network.
@@ -288,18 +293,18 @@ class TileBorders:
 
     @classmethod
     def of_image(cls, graph: Graph, dim: int, n: int, borders: Sequence[int]) -> TileBorders:
-        """Return the borders of all feature maps of an image.
+        """Return the tile borders of all feature maps, computed from those of the image.
 
         Args:
             graph: the network.
             dim: the dim.
             n: the size of the image along the dim.
-            borders: the positions of tile borders, from 0 to ``n``.
+            borders: the tile borders of the image: positions from 0 to ``n``.
         """
         return cls(graph, dim, _maps(graph, dim, n, tuple(borders)))
 
     def _only(self, tile: int) -> TileBorders:
-        """Return the borders of one tile only."""
+        """Return a copy with the two borders of the tile ``tile`` only."""
         maps = [(n, cuts[tile : tile + 2]) for n, cuts in self.maps]
         return TileBorders(self.graph, self.dim, maps)
 
@@ -309,11 +314,11 @@ class TileBorders:
 
     @cached_property
     def reads_beyond(self) -> frozenset[int]:
-        """The nodes for whose result some tile needs cells of other tiles."""
+        """The nodes (layer calls) at which some tile reads cells that another tile owns."""
         return frozenset(n for n in range(len(self.graph)) if self._reads_beyond(n))
 
     def _reads_beyond(self, number: int) -> bool:
-        """Return True if some tile needs cells of other tiles for the result of node ``number``."""
+        """Return True if at node ``number`` some tile reads cells that another tile owns."""
         node, dim = self.graph[number], self.dim
         pattern = node.along(dim)
         if pattern is not None and pattern.alike:
@@ -339,7 +344,7 @@ class TileBorders:
         return needs_along(self.graph, numbers, self.dim, sizes, owned[-1], owned, points)[0]
 
     def _cells(self, points: frozenset[int]) -> list[TileCells]:
-        """Return, for each node, how many cells the first tile reads and computes along the dim.
+        """Return, for each node, the numbers of cells that the first tile reads and computes.
 
         Args:
             points: the nodes before which tiles exchange.
@@ -454,7 +459,7 @@ def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Ma
 
 @dataclass(frozen=True)
 class _Since:
-    """Notes of :func:`exchange_points` on a map: what has happened since the last exchange.
+    """What :func:`exchange_points` notes for a map about the layers since the last halo exchange.
 
     A layer reads beyond its tile if a tile of its result needs cells of neighbouring tiles.
 
@@ -478,7 +483,7 @@ class _Since:
 def exchange_points(
     graph: Graph, beyond: Container[int], every: str, small: Container[int] = ()
 ) -> list[int]:
-    """Return the numbers of the nodes before which tiles exchange.
+    """Return the indices of the nodes (layer calls) before which tiles exchange halos.
 
     These are the nodes that ``every`` asks for, without the nodes that share an earlier exchange
     because their tiles are small. Nodes before which an exchange cannot be avoided are added. A
@@ -516,7 +521,7 @@ def exchange_points(
 
 
 def _earlier(graph: Graph, point: int, stored: Container[int]) -> int:
-    """Return the node before which tiles exchange in place of node ``point``.
+    """Return the node to which the halo exchange before node ``point`` is moved back.
 
     The exchange moves back over pointwise layers, which need no halo, to a node whose input is
     stored in any case. If there is none, the exchange stays before ``point``.
@@ -535,7 +540,7 @@ def _earlier(graph: Graph, point: int, stored: Container[int]) -> int:
 
 
 def reach_of(graph: Graph, dims: int) -> ReceptiveField:
-    """Return halo and stride of a network, computed from its access patterns.
+    """Return halo and total stride of a network, computed from its layers' access patterns.
 
     Args:
         graph: the network.
@@ -549,7 +554,7 @@ def reach_of(graph: Graph, dims: int) -> ReceptiveField:
 
 
 def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
-    """Return halo and stride of a network along one dim (:func:`reach_of`)."""
+    """Return (halo, stride) of a network in pixels along one dim (:func:`reach_of`)."""
     scales = scales_of(graph, dim)
     # A cell of 10/7 pixels, as a resize may make, cannot end on a tile border.
     aligned = [scale for scale in scales if scale.denominator == 1 or not graph.sized]
@@ -573,10 +578,10 @@ def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
 
 
 def _sized_reach(graph: Graph, dim: int, stride: int) -> int:
-    """Return the largest halo along a dim in a sample of tiles and image sizes.
+    """Return the largest halo that some tile needs along a dim, among a sample of image sizes.
 
-    :func:`reach_of` uses this function if some access pattern depends on the sizes of maps. The
-    halo then depends on the size of the image. ``stride`` is the total stride along the dim.
+    :func:`reach_of` uses this function if the halo depends on the size of the image, as with a
+    resize to the size of another map. ``stride`` is the total stride along the dim.
     """
     found = 0
     long = _LONG * stride

@@ -57,7 +57,7 @@ Pass = Callable[[nn.Module], Any]
 def picture(model: nn.Module, loose: bool = False) -> Picture:
     """Return a snapshot of a module's state and of the global random generators.
 
-    The snapshot leaves out the running statistics of norms, which a pass may update.
+    The running statistics of norms are left out, since a pass may update them.
 
     Args:
         loose: True if the snapshot will be compared with the snapshot of a copy of the module. The
@@ -104,8 +104,8 @@ def check_left(
     Args:
         made: function that makes a copy of the module in which no pass has run.
         before, after: the state of a copy before and after one pass.
-        last: the checked pass, a function of a copy of the module. It runs twice in a fresh copy,
-            and after each of ``others`` in a second copy. All its results must be equal.
+        last: function that runs the checked pass in a copy of the module. It runs twice in a fresh
+            copy, and after each of ``others`` in a second copy. All its results must be equal.
         others: functions that run passes over other images.
         alike: function that returns True if the results of two passes are equal.
 
@@ -135,10 +135,10 @@ def check_left(
 
 
 def _message(slot: Slot, model: nn.Module, run_pass: Pass) -> str:
-    """Return the error message about a value of the module's state that a pass changes.
+    """Return the error message about a part of the module's state that a pass changes.
 
     Args:
-        slot: the name and owner of the value.
+        slot: the part of the state, such as an attribute.
         model: a copy of the module, in which the pass is run to find the line.
         run_pass: the pass.
     """
@@ -153,12 +153,12 @@ def _message(slot: Slot, model: nn.Module, run_pass: Pass) -> str:
 
 
 def _line_that_changes(slot: Slot, model: nn.Module, run_pass: Pass) -> str | None:
-    """Return the line of user code in a pass that changes the value of a slot.
+    """Return the line of user code in a pass that changes one part of a module's state.
 
     Return None if the pass does not change it, or runs no line of user code.
 
     Args:
-        slot: the name and owner of a value of the module's state.
+        slot: the part of the state, such as an attribute.
         model: a module in which no pass has run.
         run_pass: the pass.
     """
@@ -201,10 +201,10 @@ def check_real(model: nn.Module) -> None:
 
 
 def check_seen(model: nn.Module) -> None:
-    """Raise the error that the capture of a network has stored, if it rules out exact training.
+    """Raise the error with which the capture of a network failed, if it rules out exact training.
 
-    A network with complex parameters or buffers is refused too (:func:`check_real`). No forward
-    pass runs.
+    A network with complex parameters or buffers is refused too (:func:`check_real`). This function
+    runs no forward pass.
 
     Raises:
         ValueError: the message names the function, the module and the line.
@@ -217,12 +217,14 @@ def check_seen(model: nn.Module) -> None:
 def check_exact(model: nn.Module, size: Sequence[int]) -> None:
     """Refuse to train a network whose passes draw random numbers or change its state.
 
+    A captured network passes without a check, because its layers are known to do neither.
+
     Args:
         size: image size in training.
 
     Raises:
-        ValueError: the message names the function, the module and the line, and says why the
-            network was not captured: a captured network would need no such check.
+        ValueError: the message names the function, the module and the line. It also gives the
+            reason if distseg tried to capture the network and failed.
     """
     check_seen(model)
     if is_followed(model):
@@ -238,7 +240,7 @@ def check_exact(model: nn.Module, size: Sequence[int]) -> None:
 def check_module(
     model: nn.Module, size: Sequence[int], modes: Sequence[bool] = (True, False)
 ) -> None:
-    """Refuse an uncaptured module whose passes do more than return one tensor.
+    """Refuse an uncaptured module whose forward pass does more than return one tensor.
 
     Passes must not draw random numbers or change the module's state. In this check, dropout layers
     return their input, and norms restore their running statistics, because distributed counterparts
@@ -330,10 +332,10 @@ def joins_images(model: nn.Module, size: Sequence[int], training: bool) -> bool:
 
 
 def _is_apart(model: nn.Module, size: Sequence[int]) -> bool:
-    """Return True if a random image has the same result alone and in batches with other images.
+    """Return True if an image has the same result alone and in batches with other images.
 
-    The image is passed alone, as the first of two images, and as the first of three. The results
-    may differ by rounding.
+    A random image is passed alone, as the first of two images, and as the first of three. The
+    results may differ by rounding.
 
     Args:
         size: the size of the image.
@@ -380,7 +382,7 @@ def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) ->
 
 
 def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: int = 2) -> None:
-    """Refuse a module whose passes in one mode do more than return one tensor.
+    """Refuse a module whose pass in one mode does more than return one tensor.
 
     Passes must not draw random numbers, change the module's state or read running statistics.
 
@@ -431,8 +433,8 @@ def run_pass(image: Tensor, model: nn.Module, draws: str = DRAWS) -> Any:
     A result that is a tensor is detached.
 
     Args:
-        draws: text of the error message about random numbers, after the name of the function that
-            draws them, its module and its line.
+        draws: end of the error message about random numbers. The message begins with the name of
+            the function that draws them, its module and its line.
 
     Raises:
         Hidden: the pass draws random numbers from PyTorch or the system, or reads the machine's

@@ -55,7 +55,7 @@ class Deep(Exception):
 def is_deep(x: Value, name: str) -> bool:
     """Return True if ``x`` is a map (N, C, D, *size), and the function ``name`` supports such maps.
 
-    D is a dim of fixed length that is no dim of the image.
+    D is a dim of fixed length that is no dim of the image, such as the bands of a spectrum.
     """
     there = (
         x.rank == x.dims + 3
@@ -67,11 +67,11 @@ def is_deep(x: Value, name: str) -> bool:
 
 
 def is_alone(x: Value, name: str) -> bool:
-    """Return True if a call on (N * H * W, C, T) computes each pixel separately.
+    """Return True if a call on ``x`` (N * H * W, C, T) computes each pixel separately.
 
-    This is so if each pixel is an image of its own in the batch dim, and the function ``name`` does
-    not mix images. The call is then pointwise for the map (N, C, T, H, W), where T has a fixed
-    length.
+    This is so if user code has made each pixel an image of its own in the batch dim, and the
+    function ``name`` does not mix images. The call is then pointwise for the map (N, C, T, H, W),
+    where T has a fixed length.
     """
     return (
         x.axes[0] == Axis(True, 1, tuple(range(x.dims)))
@@ -139,21 +139,21 @@ class Folding:
         return tuple(d for d in range(self.dims) if d not in self.outer)
 
     def plain(self, shape: Sequence[int], batch: int, size: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape (N, T * C, *size) that a call's result has in the captured network.
+        """Return the shape (N, T * C, *size) that the result of a call has in the captured network.
 
         T is :attr:`times`, the number of frames in the batch dim.
 
         Args:
             shape: the shape of the result in user code, such as (N * T, C, *size).
             batch: the number N of images.
-            size: the size of the map that the call gets, with all spatial dims. The result has the
-                same length along the dims ``outer``.
+            size: the size of the map that the call gets, with all spatial dims. Along the dims
+                ``outer``, which are in the batch dim, the result has the same length.
         """
         along = dict(zip(self.inner, shape[2:])) | {d: size[d] for d in self.outer}
         return (batch, self.times * shape[1], *(along[d] for d in range(self.dims)))
 
     def folded(self, x: Value) -> Value:
-        """Return a layer's output marked with its dims in user code, (N * T, C, *size).
+        """Return a layer's output with the axes that it has in user code, (N * T, C, *size).
 
         Only its axes are replaced, so no layer is added. T is :attr:`times`, the number of frames
         in the batch dim. This is the reverse of :meth:`plain`.
@@ -238,7 +238,7 @@ class Folding:
 
 
 def _for_all(weight: Tensor, times: int, outer: Sequence[int]) -> Tensor:
-    """Return a convolution's weight (O, ...) or bias (O,) repeated ``times`` times along dim 0.
+    """Repeat a convolution's weight (O, ...) or bias (O,) ``times`` times along dim 0.
 
     Args:
         weight: the weight or bias.
@@ -276,11 +276,11 @@ _WITHOUT_PLACES = {
 
 
 def knows(name: str, folding: Folding) -> bool:
-    """Return True if :func:`unfolded` supports a function on a map with such a batch dim.
+    """Return True if :func:`unfolded` supports a function on a map whose batch dim is ``folding``.
 
     Args:
         name: name of a PyTorch function, such as ``conv2d``.
-        folding: what the map's batch dim holds.
+        folding: description of the frames or positions that the map's batch dim holds.
     """
     return name in _KERNELS or name in _WITHOUT_PLACES and not folding.outer
 
@@ -345,8 +345,8 @@ def joined_batches(reader: Reader, maps: Sequence[Value]) -> Value | None:
 def of_joined(reader: Reader, rule: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Add layers for a call on batches that user code joined by ``torch.cat`` along dim 0.
 
-    Return its result: one batch or a tuple of batches if the call splits the batches again,
-    otherwise joined batches.
+    If the call splits the batches again, return one batch or a tuple of batches. Otherwise return
+    joined batches.
 
     Args:
         rule: the function that turns the current call into layers.
@@ -433,7 +433,7 @@ class _Group:
     """Callable that returns batch number ``first`` of ``step`` joined batches, ``x[first::step]``.
 
     In dim 0 of the layer's input ``x``, the images 0 of all batches come first, then the images 1,
-    and so on. It is a class so that layers with it can be copied and pickled.
+    and so on. It is a class, not a lambda, so that layers with it can be copied and pickled.
     """
 
     __name__ = "batch"

@@ -80,7 +80,10 @@ from distseg.tiling.resize import Follow
 
 
 class Differ(Exception):
-    """Exception raised when two traces contain different calls."""
+    """Exception raised when two traces of one network contain different calls.
+
+    A trace is the record of one forward pass.
+    """
 
 
 class Reader:
@@ -95,9 +98,9 @@ class Reader:
         sizes: image size of each trace.
         traces: the traces. Their calls must be the same, except for numbers and shapes that follow
             the image's size.
-        rule: function of this reader and the arguments of the current call that returns the call's
-            value (:func:`distseg.models.capture.rules.made`). Feature maps among the arguments are
-            :class:`Value`.
+        rule: function ``rule(reader, args, kwargs)`` that adds layers for the current call and
+            returns the result (:func:`distseg.models.capture.rules.made`). In ``args``, ``kwargs``
+            and the result, a :class:`Value` stands for each tensor that is computed from the image.
         source: function that returns a trace of an image of a given size. Without it, tensors that
             depend on the image's size alone are not supported.
     """
@@ -197,7 +200,7 @@ class Reader:
             self._add("result", lambda tensor: nn.Identity(), [result])
 
     def _check_draws(self, needed: Sequence[int]) -> None:
-        """Raise an error if the result depends on random numbers that dropout layers do not draw.
+        """Raise an error if the result depends on random numbers that no dropout draws.
 
         Args:
             needed: indices of the calls that the result depends on.
@@ -207,7 +210,7 @@ class Reader:
                 raise CanNotCapture(f"{self.traces[0].calls[number]} {DRAWS}")
 
     def network(self, model: nn.Module) -> Network:
-        """Return a network of the layers that were read.
+        """Return a :class:`Network` of the layers that were made from the traces.
 
         Args:
             model: the user's model. The network's layers hold its parameters and buffers.
@@ -276,7 +279,10 @@ class Reader:
         return self.current[0]
 
     def _read(self) -> None:
-        """Turn the current call into layers by its rule, and keep the values of its results."""
+        """Add layers for the current call by its rule, and store its results in ``self.values``.
+
+        The current call is the recorded call that is being turned into layers.
+        """
         if len({c.name for c in self.current}) > 1:
             raise Differ
         args = self._merged([c.args for c in self.current])
@@ -319,25 +325,26 @@ class Reader:
                 self.values[Made(self.number, part)] = self._typed(value, part)
 
     def _typed(self, value: Value, part: int) -> Value:
-        """Return ``value`` marked with the integer or bool dtype of a result of the current call.
+        """Return ``value`` with the current call's dtype noted if it is an integer or bool dtype.
 
         Return it unchanged if the dtype is a floating point type, whose precision the run sets.
 
         Args:
-            part: index of the result.
+            value: the layer output that stands for the result.
+            part: index of the result, if the call returns several.
         """
         dtype = self.call.dtypes[part]
         return value if dtype.is_floating_point else replace(value, dtype=dtype)
 
     def _merged(self, each: Sequence[Any]) -> Any:
-        """Merge an argument of the current call, which each trace has recorded, into one argument.
+        """Merge the records of one argument of the current call in all traces into one argument.
 
         A tensor that depends on the image becomes a :class:`Value`. A setting that differs between
         traces becomes :class:`Sizes`. For example, 4 in one trace and 8 in the other become
         ``Sizes((4, 8))``.
 
         Args:
-            each: the argument, or a tuple or dict of arguments, in each trace.
+            each: the argument, or a tuple or dict of arguments, as each trace records it.
 
         Raises:
             Differ: the traces have different tensors here, or tuples of different lengths.
@@ -357,7 +364,7 @@ class Reader:
         return first if alike else Sizes(tuple(each))
 
     def _given(self, made: Made) -> Value | Made:
-        """Return the layer output that stands for a tensor; return ``made`` if no layer makes it.
+        """Return the layer output that stands for a tensor, or ``made`` if no layer makes it.
 
         If the tensor was computed under ``torch.no_grad`` and the current call is not, detach the
         output.
@@ -388,7 +395,7 @@ class Reader:
         return CanNotCapture(f"{self.call} {why}", everywhere)
 
     def map(self, x: Any) -> Value:
-        """Return the argument ``x`` if it is a feature map (N, C, *size); refuse anything else."""
+        """Return ``x`` if it is a feature map (N, C, *size); raise an error if it is not."""
         x = self.value(x)
         if not x.plain:
             self.unfold(x)
@@ -399,10 +406,10 @@ class Reader:
         return x
 
     def unfold(self, x: Value) -> None:
-        """Restart the current call with ``x`` rearranged to (N, C, *size), if this is possible.
+        """Apply the current call's rule again with ``x`` rearranged to (N, C, *size), if possible.
 
-        For this, raise an exception that holds ``x``; its receiver rearranges ``x`` and calls the
-        rule again. Return None if ``x`` cannot be rearranged.
+        For this, raise an exception that holds ``x``. The code that catches it rearranges ``x`` and
+        calls the rule again. Return None if ``x`` cannot be rearranged.
 
         Raises:
             Folded: the batch dim has channels or positions besides the images.
@@ -415,7 +422,7 @@ class Reader:
             raise Folded(x, folding)
 
     def value(self, x: Any) -> Value:
-        """Return the argument ``x`` if it is a feature map or a vector; refuse anything else.
+        """Return ``x`` if it is a feature map or a vector; raise an error for any other argument.
 
         The dims of the map need not be in the order (N, C, *size).
         """
@@ -432,7 +439,7 @@ class Reader:
         return x
 
     def fixed(self, x: Any, what: str) -> Any:
-        """Return the setting ``x`` unchanged; refuse it if it follows the image's size.
+        """Return the setting ``x`` unchanged; raise an error if it depends on the image's size.
 
         Args:
             x: a number, a string, a slice, or a tuple of these.
@@ -446,12 +453,12 @@ class Reader:
         """Return ``settings`` unchanged if all of them are independent of the image's size.
 
         Raises:
-            CanNotCapture: a setting follows the image's size; the message has its name.
+            CanNotCapture: a setting depends on the image's size; the message has its name.
         """
         return {name: self.fixed(x, name) for name, x in settings.items()}
 
     def dims_of(self, dim: Any, x: Value) -> tuple[int, ...]:
-        """Return the dims of ``x`` that a ``dim`` argument means, as numbers from 0.
+        """Return the dims of ``x`` that an argument ``dim`` of user code selects, counted from 0.
 
         Args:
             dim: an integer or a tuple; None or () means all dims.
@@ -505,9 +512,9 @@ class Reader:
         )
 
     def axes_of(self, x: Any) -> Axes:
-        """Return the meaning of each dim of a value or a parameter (:class:`Axis`).
+        """Return the meaning of each dim of ``x``: images, channels or positions (:class:`Axis`).
 
-        All dims of a parameter are taken for channels.
+        ``x`` is a value or a parameter. All dims of a parameter are taken for channels.
         """
         return x.axes if isinstance(x, Value) else tuple(Axis(cell=n) for n in self.shape_of(x))
 
@@ -525,10 +532,10 @@ class Reader:
         return call is None or any(map(self.learns, found_in((call.args, call.kwargs), Made, Kept)))
 
     def made(self, like: Value, part: int = 0) -> Axes:
-        """Return the meaning of each dim of the current call's result (:class:`Axis`).
+        """Find out what each dim of the current call's result means: images, channels or positions.
 
-        The meaning is found by comparing the result's shape with the image's size in each trace.
-        The result must be a map of the size of ``like``, or a vector.
+        The result's shape is compared with the image's size in all traces. The result must be a map
+        of the size of ``like``, or a vector.
 
         Args:
             like: a map or vector that the call takes.
@@ -623,10 +630,10 @@ class Reader:
         return Value(name, shapes, axes)
 
     def followed(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> tuple[Value, list[Follow]]:
-        """Find a map whose size determines the output size ``sizes`` of the current call.
+        """Find a map from whose size the output size of the current call can be computed.
 
-        Return (map, rules). The rules, one for each spatial dim, compute ``sizes`` from the map's
-        size; an example is half the size.
+        Return (map, rules). The rules, one for each spatial dim, compute the output size from the
+        map's size; an example is half the size.
 
         Args:
             x: the map that is preferred among maps with equally simple rules.
@@ -653,14 +660,15 @@ class Reader:
         more: tuple = (),
         **settings,
     ) -> Value:
-        """Add a layer whose output size follows from the size of a map; return the layer's output.
+        """Add a layer whose output size is computed from the size of a map; return its output.
 
         Args:
             make: function that makes the layer.
             x: first input of the layer; the map ``like`` is the second one.
-            rules: for each spatial dim, how the output's size follows from the size of ``like``.
-            more: further settings of the layer that were found by comparing the sizes of traces.
-                :meth:`differs` compares them and ``rules``.
+            rules: for each spatial dim, the formula that computes the output's size from that of
+                ``like``.
+            more: further settings of the layer that were found by comparing traces. :meth:`differs`
+                compares them and ``rules``.
             settings: keyword arguments of :meth:`emit`.
         """
         made = self.emit(lambda _: make(), [x, like], **settings)
@@ -738,9 +746,9 @@ class Reader:
         )
 
     def map_of_lines(self, lines: Sequence[Value], axes: Axes = ()) -> Value:
-        """Return a map from whose size a layer can compute the lengths of lines.
+        """Return a map from whose size the lengths of the given lines can be computed.
 
-        A line is a vector whose length follows the size of the image, such as row means.
+        A line is a vector whose length depends on the size of the image, such as row means.
 
         Args:
             lines: inputs of the current call. Maps among them are refused.
@@ -769,11 +777,12 @@ class Reader:
         return found
 
     def _add(self, name: str, make, reads: Sequence[Value]) -> None:
-        """Add a layer under a new name.
+        """Add a layer to the network under the name ``name``.
 
         Args:
-            name: the name, which no other layer has.
-            make: returns the layer, as in :meth:`emit`.
+            name: a name that no other layer has.
+            make: function that makes the layer from a function that returns the model's tensor of a
+                given name.
             reads: the feature maps that the layer reads.
         """
         assert name not in self.layers, name
@@ -781,10 +790,10 @@ class Reader:
         self.lines[name] = self.call.line
 
     def _name(self) -> str:
-        """Return a free name for the layer that the current call becomes, such as ``block.conv``.
+        """Return an unused name for the current call's layer, such as ``block.conv``.
 
-        The name is that of the calling module, if no other call uses the module's weights, or if
-        the module makes no other call. Otherwise the name of the called function is added to it.
+        It is the name of the calling module, if no other call uses the module's weights, or if the
+        module makes no other call. Otherwise the name of the called function is added to it.
         """
         module, function = self.call.module, self.call.name.strip("_")
         if module in self._homes:
@@ -978,7 +987,7 @@ class Reader:
         return self.formula(args, kwargs, part)
 
     def formula(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
-        """Add a layer that makes the current call at each position, and return its output.
+        """Add a layer that applies the called function at each position, and return its output.
 
         The caller has checked that no cell of the result depends on cells at other positions.
         An example is ``F.linear`` over channels.
@@ -1015,8 +1024,9 @@ class Reader:
     def _with_resized_vectors(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Value]]:
         """Return the arguments of a call with all vectors fitted to the size of its maps.
 
-        A vector can be combined with maps of one size (:attr:`Value.shapes`). A vector for another
-        size is replaced by the output of a new layer (:meth:`meeting`).
+        For each vector it is recorded with maps of which size it can be combined
+        (:attr:`Value.shapes`). A vector for another size than that of the call's maps is replaced
+        by the output of a new layer (:meth:`meeting`).
 
         Returns:
             (args, kwargs, the maps and vectors in them).
@@ -1231,7 +1241,7 @@ class Reader:
         return made
 
     def _claim(self, number: int, made: Value, last: bool) -> None:
-        """Record that a new layer draws the random numbers that a call of user code draws.
+        """Record that a new dropout layer draws the random numbers of a dropout call in user code.
 
         Args:
             number: index of the call in the traces.
@@ -1252,7 +1262,7 @@ class Reader:
         )
 
     def like(self, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """Return a map of a given size for a caller that uses only its size, not its numbers.
+        """Return a map of a given size, for use by a layer that reads only the map's size.
 
         If the network has no map of this size, add a layer that pools a larger map to it.
 
@@ -1285,12 +1295,13 @@ class Reader:
     def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
         """Return the vector ``x`` in a form that can be combined with maps of the size ``sizes``.
 
-        A vector can be combined with maps of one size (:attr:`Value.shapes`). If that of ``x`` is
-        another one, add a layer that keeps the numbers and changes this size. A line is then
-        refused.
+        For each vector it is recorded with maps of which size it can be combined
+        (:attr:`Value.shapes`). If ``x`` is recorded for another size, add a layer that returns
+        ``x`` unchanged and is recorded for ``sizes``. Refuse a line (a vector such as row means)
+        for another size.
 
         Args:
-            sizes: size of the maps in each trace.
+            sizes: size of the maps for each traced image size.
         """
         if sizes == x.sizes:
             return x
@@ -1310,9 +1321,10 @@ class Reader:
     def meeting(self, maps: Sequence[Value]) -> list[Value]:
         """Return the maps and vectors that a call combines, vectors fitted to the maps' size.
 
-        A vector can be combined with maps of one size (:attr:`Value.shapes`). A vector for another
-        size is replaced by the output of a new layer (:meth:`resized`). If there is no map, the
-        vectors are fitted to the size of a line among them, or else to the smallest of their sizes.
+        For each vector it is recorded with maps of which size it can be combined
+        (:attr:`Value.shapes`). A vector for another size is replaced by the output of a new layer
+        (:meth:`resized`). If there is no map, the vectors are fitted to the size of a line among
+        them, or else to the smallest of their sizes.
 
         Args:
             maps: the maps, all of one size, and the vectors.
@@ -1340,9 +1352,9 @@ class Reader:
         return by.get(tree, tree) if isinstance(tree, Value) else tree
 
     def each(self, n: Any) -> Any:
-        """Return a setting as a tuple with an entry for each spatial dim.
+        """Return a setting as a tuple with an entry for each spatial dim, such as (2, 2) for 2.
 
-        A number ``n`` becomes (n, n) in two dims. A string or a longer tuple is returned unchanged.
+        A string or a longer tuple is returned unchanged.
         """
         return (
             n
@@ -1389,18 +1401,18 @@ def follows_size(calls: Sequence[Called]) -> bool:
     An example is ``torch.zeros(n)`` with n the height of the image.
 
     Args:
-        calls: the call in each trace.
+        calls: the same call as each trace records it, one entry for each traced image size.
     """
     return calls[0].name in _OVER_PLACES and len({call.shapes for call in calls}) > 1
 
 
 def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
-    """Return True if a value may be a network's output.
+    """Return True if ``x`` has a shape that is supported as a network's output.
 
-    An output is a map of the image's size, a vector (N, C), or a vector (N, C, 1, ...).
+    Such a shape is that of a map of the image's size, a vector (N, C), or a vector (N, C, 1, ...).
 
     Args:
-        sizes: the image's size in each trace.
+        sizes: the traced image sizes.
     """
     if x.vector:
         return (
@@ -1410,12 +1422,13 @@ def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
 
 
 def _is_sum(axes: Axes) -> bool:
-    """Return True if one dim of a line has as length a sum of image sizes, such as H or H + W.
+    """Return True if one dim of a vector depends on the image's size by a sum, such as H or H + W.
 
-    Return False if several dims follow the image's size, or if a length is a product such as H * W.
+    Return False if several dims depend on the image's size, or if a length is a product such as H *
+    W.
 
     Args:
-        axes: the meaning of each dim of the line.
+        axes: the meaning of each dim of the vector.
     """
     return (
         not any(len(dims) > 1 for axis in axes for _, dims in axis.whole)
@@ -1451,12 +1464,15 @@ def _read_as(x: Value) -> Read:
 
 
 def _signature_error(e: TypeError) -> str:
-    """Return the message of a TypeError without the name of the function, which is distseg's."""
+    """Return the message of a TypeError without the function's name, which the user does not know.
+
+    The error comes from a call of one of distseg's functions with the user's arguments.
+    """
     return str(e).partition("() ")[2] or str(e)
 
 
 def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
-    """Return ``layer`` with the given parameters and buffers in place of its own."""
+    """Return ``layer`` with the tensors ``found`` as its parameters and buffers."""
     for name in found:
         # The user's weight may be a buffer, and a name in _buffers may hold None.
         layer._parameters.pop(name, None)
@@ -1473,19 +1489,19 @@ def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
 def _whole_times(
     large: Sequence[tuple[int, ...]], small: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...] | None:
-    """Return for each spatial dim the integer k with ``large // k == small`` in each trace.
+    """Return, for each spatial dim, the integer k with ``large // k == small`` in all traces.
 
     Return None if a dim has no such integer.
 
     Args:
-        large, small: the sizes of two maps in each trace.
+        large, small: the sizes of two maps, one entry for each traced image size.
     """
     factors = [_divisor(*each) for each in zip(zip(*large), zip(*small))]
     return tuple(factors) if all(factors) else None
 
 
 def _divisor(large: Sequence[int], small: Sequence[int]) -> int | None:
-    """Return the integer k with ``large // k == small`` in each trace; None without one."""
+    """Return the integer k with ``large[i] // k == small[i]`` for every i, or None."""
     return next(
         (
             k
@@ -1503,10 +1519,10 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, times: int, e
 
 
 def has_sizes(tree) -> bool:
-    """Return True if a setting follows the image's size.
+    """Return True if a setting of a call is a number that differs between the traced image sizes.
 
     Args:
-        tree: the setting: a number, a slice or a tuple. One entry that follows the size suffices.
+        tree: the setting, or a tuple or slice of numbers. One such number in it suffices.
     """
     if isinstance(tree, slice):
         return any(map(has_sizes, (tree.start, tree.stop, tree.step)))
@@ -1550,7 +1566,7 @@ def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> 
 
     Args:
         module: name of the module.
-        numbers: indices of the calls that may be returned.
+        numbers: indices of the calls among which the function chooses.
     """
     if any(calls[n].module.startswith(f"{module}.") for n in numbers):
         return None

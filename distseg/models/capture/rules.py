@@ -47,13 +47,13 @@ from distseg.models.resize import ResizeTo
 
 
 def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
-    """Add layers for the current call, and return the value, or tuple of values, of its result.
+    """Add layers for the current call, and return the result, or a tuple of results.
 
-    A value stands for a tensor that is computed from the image.
+    The current call is the recorded call that is being turned into layers. In its arguments and
+    results, a :class:`Value` stands for each tensor that is computed from the image.
 
     Args:
-        args, kwargs: the call's arguments, in which values stand for tensors computed from the
-            image.
+        args, kwargs: the call's arguments.
 
     Raises:
         CanNotCapture: the call is not supported. The message names the call and how to fix it.
@@ -64,9 +64,10 @@ def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
 
 
 def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
-    """Return the value of the current call, by its own rule or by the rule of pointwise functions.
+    """Add layers for the current call by the rule for its function, and return the result.
 
-    The arguments are those of :func:`made`.
+    A pointwise function without a rule of its own becomes a pointwise layer. The arguments are
+    those of :func:`made`.
     """
     name = reader.call.name
     numbers = found_in((args, kwargs), ByType)
@@ -114,7 +115,7 @@ class Rules:
     """Rules for calls of convolutions, norms, poolings, dropouts and recurrent cells.
 
     Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
-    layers for the reader's current call, and returns the value of the result.
+    layers for the reader's current call, and returns the result, a :class:`Value`.
     """
 
     def conv2d(self: Reader, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
@@ -643,8 +644,8 @@ def _to_grid(reader: Reader, x: Value, layer: Mean) -> Value:
 def _one_dim_of_channels(reader: Reader, x: Value) -> int:
     """Return C, the length of dim 1, of a map or vector (N, C, ...).
 
-    Refuse a map with channels in another dim. Refuse values whose first dims are not images and
-    channels.
+    Refuse a map that has channels in another dim too, and a tensor whose first two dims are not
+    images and channels.
     """
     reader.unfold(x)
     there = x.rank > 1 and x.axes[0] == Axis(True) and x.axes[1].of_channels and not x.axes[1].whole

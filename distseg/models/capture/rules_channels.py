@@ -32,7 +32,7 @@ class Channels:
     """Rules for calls of functions that reshape, index, join or fill tensors.
 
     Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
-    layers for the reader's current call, and returns the value of the result.
+    layers for the reader's current call, and returns the result, a :class:`Value`.
     """
 
     # the same values in another shape or type
@@ -224,7 +224,7 @@ class Channels:
     # channels that are changed
 
     def changed(self: Reader, input, index, value):
-        """Add layers for the assignment ``input[index] = value``; return ``input`` after it."""
+        """Add layers for the assignment ``input[index] = value``; return the changed ``input``."""
         x = self.value(input)
         if isinstance(index, Value):
             if index.axes != x.axes or isinstance(value, (Value, Kept, Made)):
@@ -345,18 +345,17 @@ class Channels:
 
 
 def _numbers(dtype: torch.dtype | None) -> str:
-    """Return a dtype in words; None is that of a feature map, which is floating point."""
+    """Return a dtype in words, for messages; None stands for the floating-point dtype of maps."""
     if dtype is None or dtype.is_floating_point:
         return "floating-point"
     return str(dtype).removeprefix("torch.")
 
 
 def _cast(reader: Reader, x: Any) -> Value | None:
-    """Return the value of ``x`` after the current call, which casts it to another dtype.
+    """Return ``x`` after the current call, a cast; only a cast to an integer or bool has an effect.
 
     No layer is added, because the run sets the precision of maps, and a call such as ``x.float()``
-    is recorded as a cast to float64. Casts to integers and bool are supported too. Return None if
-    ``x`` is not computed from the image.
+    is recorded as a cast to float64. Return None if ``x`` is not computed from the image.
 
     Raises:
         CanNotCapture: the call casts to another floating-point type, such as float16.
@@ -378,8 +377,8 @@ def _alike(reader: Reader, value: Any) -> Value | None:
     """Add a layer for a call that fills a new tensor with one number; return the layer's output.
 
     An example is ``torch.zeros(n, 1, h, w)``. The output is a map, or a vector of the image. Return
-    None if the tensor's shape does not follow the image's size: it is then a constant and needs no
-    layer.
+    None if the tensor's shape does not depend on the image's size: it is then a constant and needs
+    no layer.
 
     Args:
         value: the number.
@@ -460,9 +459,9 @@ class _Over:
 
 
 def _places_of_result(reader: Reader) -> tuple[Value, Axes] | None:
-    """Return a map that has the positions of the current call's result, and the result's axes.
+    """Find a map of the same size as the current call's result; return it and the result's axes.
 
-    Later maps are tried first. Return None if no map so far has these positions.
+    Later maps are tried first. Return None if no map so far has this size.
     """
     shapes, batches = [c.shapes[0] for c in reader.current], [t.batch for t in reader.traces]
     tried = set()

@@ -53,7 +53,7 @@ class CanNotCapture(ValueError):
 
 
 class Hidden(CanNotCapture):
-    """Error for hidden state or randomness, with which a network cannot be trained exactly.
+    """Error for code that keeps state or draws random numbers, and cannot be trained exactly.
 
     Not even whole images on each rank would help. For example, if a forward pass changes a buffer,
     the buffers of the ranks differ, because each rank runs other passes.
@@ -78,7 +78,7 @@ IMAGE = Made(-1)
 
 @dataclass(frozen=True)
 class Kept:
-    """Reference to a parameter or buffer of the network, by its name."""
+    """Reference to a parameter or buffer of the network. It holds the name of this tensor."""
 
     name: str
 
@@ -182,7 +182,7 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
 
 
 def alike(a: Trace, b: Trace) -> bool:
-    """Return True if two traces have the same calls, settings and result."""
+    """Return True if two traces record the same calls with the same arguments and result."""
     return a.result == b.result and list(map(_print_of_call, a.calls)) == list(
         map(_print_of_call, b.calls)
     )
@@ -194,7 +194,7 @@ def _print_of_call(call: Called) -> tuple:
 
 
 def returned(result: Any, line: str | None = None) -> str:
-    """Return the error message for a network whose ``result`` is not one tensor.
+    """Return the error message for a network that returns ``result``, which is not one tensor.
 
     Args:
         result: what the network's forward pass returned.
@@ -222,9 +222,10 @@ def returned(result: Any, line: str | None = None) -> str:
 def check_statistics(calls: Sequence[Called]) -> None:
     """Raise an error if a pass reads running statistics that a norm of the same pass updates.
 
-    An optimizer step updates running statistics once, but runs several passes, one for each tile or
-    micro-batch. One exception is accepted: a norm that is called in evaluation mode before its call
-    in training mode. The first call then reads the statistics of the last step.
+    distseg updates running statistics once in each optimizer step, but a step has several passes,
+    one for each tile or micro-batch. One exception is accepted: a norm that is called in evaluation
+    mode before its call in training mode. The first call then reads the statistics of the last
+    step.
 
     Args:
         calls: the calls of one forward pass.
@@ -329,9 +330,10 @@ def saved_tensors_noted(note: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def calling(model: nn.Module, inside: list[str]) -> Iterator[None]:
-    """Keep in ``inside`` the names of the modules of ``model`` whose forward is running.
+    """Keep the list ``inside`` up to date: the names of the modules whose forward is running.
 
-    The list is updated when a module is entered or left. The outermost module comes first.
+    The modules are ``model`` and its submodules. A name is added when the forward begins and
+    removed when it ends, so the outermost module comes first.
     """
     # A module with several names is recorded by the first one.
     names = {
@@ -358,7 +360,7 @@ def calling(model: nn.Module, inside: list[str]) -> Iterator[None]:
 
 @dataclass
 class _Known:
-    """A tensor of the forward pass, and the reference by which recorded calls name it.
+    """A tensor of the forward pass, and the reference that stands for it in recorded calls.
 
     The tensor is kept alive so that no other tensor gets the same ``id``. The reference ``value``
     is None if the tensor was overwritten through another view, so that its content is unknown.
@@ -409,11 +411,11 @@ class _Recorder(TorchFunctionMode):
 
     @property
     def _where(self) -> str:
-        """Calling module and line of user code, such as "block.conv (net.py, line 12)"."""
+        """The running module and line of user code, such as "block.conv (net.py, line 12)"."""
         return f"{self.inside and self.inside[-1] or 'the model'} ({user_line()})"
 
     def note_draw(self, name: str, made: Any) -> None:
-        """Note that the recorded call draws random numbers; refuse a draw outside of calls.
+        """Note that the recorded call draws random numbers; refuse a draw outside of any call.
 
         Args:
             name: name of the function that draws.
@@ -431,10 +433,10 @@ class _Recorder(TorchFunctionMode):
         self._drawn.append(seen)
 
     def note_system(self, line: str) -> None:
-        """Raise :class:`Hidden`, because user code takes random numbers from the operating system.
+        """Raise :class:`Hidden`, as user code takes random numbers from the operating system.
 
         Args:
-            line: the line of user code that draws them.
+            line: the line of user code, for the message.
         """
         module = self.inside and self.inside[-1] or "the model"
         raise Hidden(
@@ -538,7 +540,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _looked_at(self, given: Sequence[Tensor]) -> str:
-        """Return the end of the error message for a call that reads a tensor's numbers in Python.
+        """Return the end of the error message for a call that needs a tensor's numbers in Python.
 
         Examples are ``float(x)`` and ``x.tolist()``, which fail on the meta device.
 
@@ -567,7 +569,7 @@ class _Recorder(TorchFunctionMode):
     def _check(self, name: str, args: tuple, drawn: list[bool]) -> None:
         """Raise an error for a call that cannot be repeated for each part of an image.
 
-        Such a call replaces the data of a tensor, adds a hook to gradients, gives random numbers
+        Such a call replaces the data of a tensor, adds a hook to gradients, returns random numbers
         to user code, or runs under a transform of ``torch.func``.
 
         Args:
@@ -651,7 +653,7 @@ class _Recorder(TorchFunctionMode):
         return None if known is None else known.value
 
     def _assign(self, x: Tensor, index: Any, value: Any) -> None:
-        """Record ``x[index] = value`` as a call whose result is the new value of ``x``.
+        """Record the assignment ``x[index] = value`` as a call whose result is the changed ``x``.
 
         An uninitialized tensor, such as ``torch.empty`` returns, is recorded as zeros first.
         """
@@ -676,7 +678,7 @@ class _Recorder(TorchFunctionMode):
         )
 
     def _filled(self, x: Tensor, value: float) -> Called:
-        """Return the record of a ``torch.full`` call with the shape and type of ``x``."""
+        """Return the record of a ``torch.full`` call that makes a tensor like ``x``."""
         where = self.inside[-1] if self.inside else ""
         return Called(
             "full",
@@ -691,9 +693,9 @@ class _Recorder(TorchFunctionMode):
         )
 
     def _change_sources(self, x: Tensor, value: Made) -> set[int]:
-        """Record that a change of the view ``x`` also changed the tensors that it is a view of.
+        """Record that a change of the view ``x`` also changed the tensors that it views.
 
-        For example, after ``y = x[0]; y.add_(1)`` record ``x[0] = y``.
+        For example, after ``y = x[0]; y.add_(1)`` record the assignment ``x[0] = y``.
 
         Args:
             value: reference to the new value of the view.
@@ -718,8 +720,8 @@ class _Recorder(TorchFunctionMode):
 
         Args:
             before: reference to the tensor before the assignment.
-            index: the index.
-            value: the assigned value.
+            index: the index, as in user code.
+            value: the assigned number, or the reference to the assigned tensor.
             x: the tensor that the user's code changes.
         """
         called = Called(
@@ -779,7 +781,7 @@ class _Recorder(TorchFunctionMode):
             self._know(x, value)
 
     def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
-        """Forget what is recorded about tensors that share memory with an overwritten tensor.
+        """Mark all tensors that share memory with an overwritten tensor as unknown.
 
         Their content is then unknown, and a later call that takes one of them is refused.
 
@@ -829,9 +831,9 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def _check_apart(self, called: Called, changed: set[int], memory: int) -> None:
-        """Raise an error if a call changed a tensor that user code got as ``x.data``.
+        """Raise an error if a call changed a tensor ``x`` through ``x.data``.
 
-        Autograd does not see such a change of ``x``.
+        Autograd does not see such a change.
 
         Args:
             called: the call.
@@ -865,7 +867,7 @@ class _Recorder(TorchFunctionMode):
         self._known[id(x)] = self._sharing.setdefault(_memory(x), {})[id(x)] = _Known(x, value)
 
     def value_of(self, x: Tensor, what: str) -> Made | Kept:
-        """Return a reference to the recorded call that made a tensor, or to a parameter or buffer.
+        """Return the reference to a tensor: to the call that made it, or to a parameter or buffer.
 
         Args:
             x: a tensor that a call takes, or the network's result.
@@ -911,7 +913,7 @@ class _Recorder(TorchFunctionMode):
         return known.value
 
     def _constant(self, x: Tensor) -> Made:
-        """Record a constant as a call without arguments; return the reference to its result.
+        """Record a constant as a call without arguments; return the reference to this call.
 
         A constant is a tensor with values that no recorded call made, such as the result of
         ``torch.from_numpy``.
@@ -950,7 +952,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _attribute(model: nn.Module, x: Tensor) -> tuple[str, str] | None:
-    """Return (module name, attribute name) of a tensor that a module keeps as a plain attribute.
+    """Return (module name, attribute name) of a tensor that is a plain attribute of a module.
 
     A plain attribute is neither a parameter nor a buffer. Return None if no module of ``model``
     has this tensor as one.
@@ -963,7 +965,7 @@ def _attribute(model: nn.Module, x: Tensor) -> tuple[str, str] | None:
 
 
 def _memory(x: Tensor) -> int:
-    """Return a key of the tensor's storage, equal for a tensor and its views."""
+    """Return a key of a tensor's storage; a tensor and its views have the same key."""
     return x.untyped_storage()._cdata
 
 
@@ -1014,7 +1016,7 @@ _NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
 
 
 def _updates_norm(called: Called, name: str) -> bool:
-    """Return True if a call may change the buffer ``name`` because it is a norm's statistic.
+    """Return True if a call may change the buffer ``name``, since norms update running statistics.
 
     Batch and instance norms may change any buffer. Every call may change the counter
     ``num_batches_tracked``.

@@ -25,7 +25,7 @@ from distseg.tiling.tile import Box, TilePlacement
 
 
 class _Pass(threading.local):
-    """State of a forward pass, with separate values in each thread.
+    """State of a forward pass, of which each thread has its own.
 
     The attributes are explained at the properties of the same names in :class:`Context`.
     """
@@ -45,7 +45,8 @@ class _Pass(threading.local):
 class Context:
     """State that all distributed layers of one model share.
 
-    It holds communicators, the random seed, and the windows of the current forward pass.
+    It holds communicators, the random seed, and the windows (tiles with halo) of the current
+    forward pass.
     """
 
     norm_comm: object = field(default_factory=Alone)
@@ -85,7 +86,7 @@ class Context:
 
     @property
     def regions(self) -> list[MapView] | None:
-        """Owned and available boxes of each window, in the feature map that the layer reads.
+        """For each window, the box of the layer's input that it owns and the box that it holds.
 
         An executor can set them before it calls a layer. Otherwise this is None, and :meth:`region`
         computes the boxes from the windows and the layer's stride.
@@ -122,8 +123,8 @@ class Context:
     def owns_all(self, size: tuple[int, ...]) -> bool:
         """Return True if this rank owns all cells that its first window holds.
 
-        That is: the owned box in ``regions`` has the size ``size``, or, if ``regions`` is None, the
-        tile is the whole image.
+        This holds if the owned box in ``regions`` has the size ``size``. If ``regions`` is None, it
+        holds if the tile is the whole image.
 
         Args:
             size: number of cells of the map that the window holds, along each dim.
@@ -157,10 +158,10 @@ class Context:
 
     @contextmanager
     def repeating(self, repeated: bool = True):
-        """Leave forward passes inside this context manager out of the running statistics.
+        """Keep forward passes inside this context manager from changing the running statistics.
 
         Args:
-            repeated: if False, the forward passes are added to the running statistics as usual.
+            repeated: if False, the forward passes change the running statistics as usual.
         """
         before, self.tracking = self.tracking, not repeated
         try:

@@ -31,7 +31,7 @@ from distseg.tiling.tile import Box
 class _Call:
     """Settings of one convolution call, such as its stride, with one number for each spatial dim.
 
-    The tensors of the call are arguments of its methods.
+    The tensors of the call are passed to the methods.
     """
 
     stride: Sequence[int]
@@ -91,12 +91,13 @@ class _NoExchange:
 
 
 class _Convolution(torch.autograd.Function):
-    """Autograd function that exchanges the halos of tensors and convolves each with one weight.
+    """Autograd function that exchanges the halos of several tensors and convolves each of them.
 
-    Its argument ``parameters`` is the pair of the layer's weight and bias. Its arguments ``weight``
-    and ``bias`` are these two, perhaps cast to another dtype. The backward pass computes the
-    gradient of the inputs at once. It may leave the gradients of weight and bias for later, and
-    then adds them to ``grad`` of ``parameters``. Otherwise it returns them to autograd.
+    All tensors are convolved with the same weight. The argument ``parameters`` is the pair of the
+    layer's weight and bias. The arguments ``weight`` and ``bias`` are these two, perhaps cast to
+    another dtype. The backward pass computes the gradient of the inputs at once. It may leave the
+    gradients of weight and bias for later, and then adds them to ``grad`` of ``parameters``.
+    Otherwise it returns them to autograd.
     """
 
     @staticmethod
@@ -208,13 +209,13 @@ def _lowered(*tensors: Tensor | None) -> list[Tensor | None]:
 class WeightsApart(TorchFunctionMode):
     """Torch function mode in which convolutions compute their weight gradients later.
 
-    In the backward pass, the wait policy gets the gradients of weight and bias as deferred work. It
-    computes them while the rank waits for other ranks, and adds them to ``grad`` without autograd.
-    Autograd computes them as usual if the weight is not a parameter itself (but computed from
-    one), or if a parameter has hooks.
+    The backward pass leaves the gradients of weight and bias as deferred work. This work is done
+    while the rank waits for other ranks. The gradients are added to ``grad`` without autograd.
+    Autograd computes them as usual if the weight is not a parameter itself (but computed from one),
+    or if a parameter has hooks.
 
     Args:
-        waits: the wait policy that does the deferred work.
+        waits: the object that does the deferred work while this rank waits for messages.
     """
 
     def __init__(self, waits: Waits):
@@ -232,14 +233,14 @@ class WeightsApart(TorchFunctionMode):
 
 
 def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], AbstractContextManager]:
-    """Return a function that makes the context in which layers are called, for deferred gradients.
+    """Return a function that makes a context in which convolutions defer their weights' gradients.
 
     The function takes a dict of skips and returns a context manager. Inside it, ``Stash`` and
-    ``Pop`` layers use this dict (:func:`distseg.models.layers.skip_store`), and convolutions
-    compute the gradients of their weights and biases later (:class:`WeightsApart`).
+    ``Pop`` layers use this dict (:func:`distseg.models.layers.skip_store`). Convolutions compute
+    the gradients of their weights and biases later (:class:`WeightsApart`).
 
     Args:
-        waits: the wait policy that does the deferred work.
+        waits: the object that does the deferred work while this rank waits for messages.
     """
 
     @contextmanager

@@ -29,7 +29,7 @@ class Outputs(NamedTuple):
 
 
 class Criterion:
-    """Base class of losses of a step: the loss L(S) is a function of partial sums S (images, K).
+    """Base class of losses, each a function L(S) of the partial sums S (images, K) of a step.
 
     Each image has K sums over its pixels, such as the sum of -log p and the number of valid pixels.
     The sums of all its tiles are added up before L is computed. Criteria can be added and
@@ -48,7 +48,7 @@ class Criterion:
     ignore_index: int | None = None
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the partial sums of each image over a tile's pixels, (B, K), with autograd graph.
+        """Return the K partial sums of each image's tile, (B, K), with autograd graph.
 
         Args:
             logits: the network's output on the tile, (B, C, *size).
@@ -137,7 +137,7 @@ class Criterion:
 
 
 class WeightedSum(Criterion):
-    """Weighted sum of criteria that all get the same logits and target.
+    """Weighted sum of criteria (losses) that all get the same logits and target.
 
     Args:
         parts: pairs (weight, criterion), one for each term of the sum.
@@ -153,7 +153,7 @@ class WeightedSum(Criterion):
 
     @property
     def linear(self) -> bool:
-        """True if all criteria are linear in their partial sums over pixels."""
+        """True if all criteria are linear (:attr:`Criterion.linear`)."""
         return all(part.linear for _, part in self.parts)
 
     @property
@@ -186,7 +186,7 @@ class WeightedSum(Criterion):
 
 
 class OfOutputs(WeightedSum):
-    """Weighted sum of criteria, one for each output of a network with several outputs.
+    """Weighted sum of criteria (losses), one for each output of a network with several outputs.
 
     The logits hold the outputs one after another along the channels, each with the same number of
     channels. All criteria get the same target.

@@ -34,7 +34,7 @@ def channel_mask(p: float, k: int, channels: int) -> Tensor:
 
 
 def image_mask(p: float, k: int) -> Tensor:
-    """Return a scalar mask, a tensor () float64: 0 if the image is dropped, 1 if it is kept.
+    """Return the mask of a whole image, a tensor () float64: 0 to drop the image, 1 to keep it.
 
     Args:
         p: the probability that the image is dropped.
@@ -70,9 +70,9 @@ def element_mask(
 
 
 def _share_kept(p: float) -> float:
-    """Return 1 - p, the fraction of values that dropout keeps and by which it divides them.
+    """Return 1 - p, the fraction of values that dropout keeps. The kept values are divided by it.
 
-    With p = 1 no value is kept. The result is then 1, to avoid a division by 0.
+    For p = 1, where no value is kept, return 1, to avoid a division by 0.
     """
     return 1 - p if p < 1 else 1.0
 

@@ -48,9 +48,9 @@ def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, i
 
 
 def mirrored(x: Tensor, have: Box, part: LayerView, mode: str) -> tuple[Tensor, Box]:
-    """Return the padded input of a layer that pads with values of the map, and the result's box.
+    """Pad a layer's input by reflection or replication; return the padded tensor and its box.
 
-    Such padding is reflection or replication.
+    The padding repeats values of the feature map.
 
     Args:
         x: (B, C, *have.size), with the cells of ``part.input``.

@@ -72,7 +72,7 @@ class _OfImage(DistributedMean):
         return dx
 
     def gradient(self, x: Tensor, g: Tensor, statistics: Moments, row: int) -> Tensor:
-        """Return the gradient of the loss by one image's cells that a window owns.
+        """Return the gradient of the loss by the cells of one image that a window owns.
 
         The result has as many values as ``x``, in any shape.
 
@@ -163,9 +163,9 @@ class DistributedLogSumExp(_OfImage):
 
 
 def exponentials(parts: Moments) -> Moments:
-    """Combine parts of an image to the maximum and the sum of exp(x - maximum) of all cells.
+    """Combine the numbers from which log-sum-exp is computed, over the parts of an image.
 
-    Log-sum-exp is computed from these two.
+    They are the maximum, and the sum of exp(x - maximum).
 
     Args:
         parts: moments stacked along dim 0. ``mean`` holds the maximum of each part and ``m2`` its
@@ -271,7 +271,7 @@ class DistributedLargest(_OfImage):
         return found
 
     def _largest(self, parts: Moments) -> Moments:
-        """Return the k largest values of each channel of an image, from those of its parts.
+        """Return the k largest values of each channel of an image, chosen from those of its parts.
 
         Args:
             parts: for each part its k largest values (in ``mean``) and their indices in the whole

@@ -49,7 +49,7 @@ class Moments(NamedTuple):
         return torch.cat((self.count.flatten(), self.mean.flatten(), self.m2.flatten()))
 
     def unpacked(self, messages: Tensor) -> Moments:
-        """Turn R messages, each made by :meth:`packed`, for instance on R ranks, into moments.
+        """Turn R messages, each made by :meth:`packed` on one rank, into stacked moments.
 
         Args:
             messages: (R, length). The moments in each message have the shapes of this object.
@@ -67,7 +67,7 @@ class Moments(NamedTuple):
         )
 
     def on(self, device: torch.device) -> Moments:
-        """Return the moments on ``device``; copy them in one transfer if they are elsewhere."""
+        """Return the moments on ``device``, copied in one transfer if they lie elsewhere."""
         if self.mean.device == device:
             return self
         (count,), (mean,), (m2,) = self.unpacked(upload(self.packed(), device).unsqueeze(0))
@@ -92,12 +92,12 @@ def combine(parts: Moments) -> Moments:
 
 
 def stack(parts: list[Moments]) -> Moments:
-    """Stack moments of equal shapes along a new dim 0: ``mean`` (..., C) -> (R, ..., C)."""
+    """Stack R moments of equal shapes along a new dim 0: ``mean`` (..., C) -> (R, ..., C)."""
     return Moments(*(torch.stack(tensors) for tensors in zip(*parts)))
 
 
 def joined(parts: list[Moments]) -> Moments:
-    """Combine the moments of parts, given as a list, to the moments of all their values."""
+    """Combine a list of moments, one for each part of the values, to those of all values."""
     return parts[0] if len(parts) == 1 else combine(stack(parts))
 
 
@@ -157,7 +157,7 @@ def _on_gpu(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows_of_chunk(x: Tensor) -> int:
-    """Return how many rows (positions along dim 2) of ``x`` one kernel call may sum.
+    """Return how many rows (positions along dim 2) of ``x`` one call of a kernel may sum.
 
     PyTorch's CPU kernel adds pixel after pixel, so a sum of many rows would lose digits.
     """

@@ -99,7 +99,7 @@ class PlacedPositions(Positions):
 
 
 class Spans(NamedTuple):
-    """Input cells that are available and output cells that are wanted, along one dim of a resize.
+    """The input cells that a tile has and the output cells that it computes, along a resized dim.
 
     Attributes:
         n, m: the number of cells of the whole input and of the whole output.
@@ -118,7 +118,7 @@ class Spans(NamedTuple):
 def resized(
     x: Tensor, access_patterns: Sequence[Resize], part: LayerView, ratio: bool = False
 ) -> Tensor:
-    """Return a part of what ``F.interpolate`` makes of a whole feature map.
+    """Return a part of the result of ``F.interpolate`` for a whole feature map.
 
     Args:
         x: the cells of the map inside ``part.input``, (B, C, *part.input.size).
@@ -173,7 +173,7 @@ class _Share(NamedTuple):
 def _shares_of(
     x: Tensor, access_patterns: Sequence[Resize], spans: Sequence[Spans], dim: int, ratio: bool
 ) -> tuple[_Share, _Share]:
-    """Return the sums that resize one dim, and those that compute the gradient of its input."""
+    """Return the weighted sums that resize one dim, and those that compute its input's gradient."""
     pattern, span = access_patterns[dim], spans[dim]
     if not pattern.kernel.startswith("nearest"):
         return _weighted(pattern, span)
@@ -186,7 +186,10 @@ def _shares_of(
 
 @lru_cache(_KEPT)
 def _weighted(pattern: Resize, span: Spans) -> tuple[_Share, _Share]:
-    """Return the sums of a linear, cubic or area resize, and their adjoint."""
+    """Return the weighted sums of a linear, cubic or area resize along one dim.
+
+    The first result computes the output cells, the second one the gradients of the input cells.
+    """
     taps: Taps = pattern.for_sizes(span.n, span.m)
     places, parts = taps.shares(span.start, span.stop)
     forth = _Share(places - span.first, parts)
@@ -204,7 +207,7 @@ def _nearest(
     device: str,
     last: bool,
 ) -> tuple[_Share, _Share]:
-    """Return the sums of :func:`_shares_of` for the kernels nearest and nearest-exact.
+    """Return the two results of :func:`_shares_of` for the kernels nearest and nearest-exact.
 
     ``span`` holds the cells of the dim; the other arguments are those of :func:`nearest_places`.
     """
@@ -307,7 +310,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def _summed(x: Tensor, dim: int, share: _Share) -> Tensor:
-    """Return the weighted sums ``share`` of the cells of ``x`` along ``dim``."""
+    """Compute the weighted sums that ``share`` describes, of the cells of ``x`` along ``dim``."""
     x, total = x.contiguous(), None
     for k, places in enumerate(share.places):
         part = x.index_select(dim, upload(torch.from_numpy(places), x.device))

@@ -84,12 +84,12 @@ def channels_of(axes: Axes) -> int:
 
 
 def places_of(axes: Axes) -> tuple[int, ...]:
-    """Return the spatial dims of the image that a tensor has, in the order of the tensor's dims."""
+    """Return the spatial dims of the image that a tensor's dims hold, in the tensor's order."""
     return tuple(d for axis in axes for d in axis.places)
 
 
 def of_images(axes: Axes) -> bool:
-    """Return True if a tensor has a dim of images. Without it all images share the tensor."""
+    """Return True if a tensor has a dim for the images of the batch; else all images share it."""
     return any(axis.batch for axis in axes)
 
 
@@ -99,7 +99,7 @@ def is_line(axes: Axes) -> bool:
 
 
 def along(d: int) -> Extent:
-    """Return the formula "size of the image along dim ``d``" as an :data:`Extent`."""
+    """Return the :data:`Extent` "size of the image along dim ``d``", the formula of a length."""
     return ((1, (d,)),)
 
 
@@ -159,7 +159,7 @@ def axes_of(
     Args:
         shapes: the shape of the tensor in each trace.
         batches: the number of images in each trace.
-        sizes: the size in each trace of the map whose positions the tensor may have.
+        sizes: the size of the map whose positions the tensor may have, for each traced image size.
 
     Returns:
         The axes. None if the number of dims differs between the traces, or if the length of some
@@ -174,7 +174,7 @@ def axes_of(
 def _axis(
     lengths: Sequence[int], batches: Sequence[int], sizes: Sequence[Sequence[int]]
 ) -> Axis | None:
-    """Return the axis whose length fits in every trace, with as few parts as possible, or None.
+    """Return the simplest meaning of a dim that fits its length in every trace; None without one.
 
     Args:
         lengths: the length of the dim in each trace.
@@ -227,7 +227,7 @@ def line_of(
 def _line_axis(
     lengths: Sequence[int], batches: Sequence[int], sizes: Sequence[Sequence[int]]
 ) -> Axis | None:
-    """Return the axis of one dim of a line from its length in each trace; None if no axis fits."""
+    """Return the meaning of one dim of a line from its length in each trace; None if none fits."""
     if (axis := _axis(lengths, batches, sizes)) is not None:
         return axis._replace(places=(), whole=((1, axis.places),) if axis.places else ())
     extent = extent_of(lengths, sizes)
@@ -235,7 +235,7 @@ def _line_axis(
 
 
 def extent_of(numbers: Sequence[int], sizes: Sequence[Sequence[int]]) -> Extent | None:
-    """Infer how a number follows from the size of a map, given both in several traces.
+    """Find a formula that computes a number from the size of a map, given both in several traces.
 
     A trace is a recorded forward pass. The traces have images of different sizes.
 
@@ -266,7 +266,7 @@ _MOST_TIMES = 4  # largest factor of a size in a sum of sizes
 
 
 def order_of(axes: Axes) -> tuple:
-    """Return the order in which a tensor runs through images, channels and spatial dims in memory.
+    """Return the order of images, channels and spatial dims in a tensor's memory, as a tuple.
 
     A reshape keeps this order, so two tensors can be reshapes of each other only if their orders
     are equal. The tuple alternates between a number of channels (1 for none) and what follows them:
@@ -339,7 +339,7 @@ def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
 
 
 def _atoms(axis: Axis, number: int, axes: int) -> list[int]:
-    """Return the dims of the split tensor that are joined, in this order, to form one axis.
+    """Return the dims of a split tensor that must be joined, in this order, to form one axis.
 
     The split tensor has a dim of images, then a dim of channels for each axis, then the spatial
     dims: (N, cell of axis 0, cell of axis 1, ..., *size). For example, if axis 0 holds images and

@@ -33,7 +33,7 @@ _SUMMED = 6
 
 @dataclass(frozen=True)
 class Images:
-    """Known facts about a network's images.
+    """What is known about the images that a network takes, and about its result for one image.
 
     Attributes:
         bands, dims: numbers of bands and of spatial dims; None if not known yet.
@@ -56,7 +56,7 @@ _NOTHING = Images()
 def record_images(
     model: nn.Module, bands: int | None = None, dims: int | None = None, guesses: Sequence[int] = ()
 ) -> None:
-    """Record facts about the images that ``model`` takes.
+    """Record the numbers of bands and of spatial dims of the images that ``model`` takes.
 
     Args:
         bands, dims: the numbers of bands and of spatial dims, which replace recorded numbers. None
@@ -79,7 +79,7 @@ def record_like(model: nn.Module, other: nn.Module) -> nn.Module:
 
 
 def is_recorded(model: nn.Module) -> bool:
-    """Return True if a network's number of bands was recorded or found by trial, not guessed."""
+    """Return True if a network's number of bands is known, not only guessed."""
     return _recorded_images(model).bands is not None
 
 
@@ -144,8 +144,8 @@ def answer_of(model: nn.Module, size: Sequence[int] | None = None) -> tuple[int,
 
     Args:
         model: the network.
-        size: the size of the image, for networks that take a single size only. The result is then
-            kept for later calls without a size.
+        size: the size of the image, for networks that take a single size only. The shape is then
+            stored, and returned by later calls without a size.
 
     Raises:
         ValueError: the result is one number for each image, without a dim of outputs.
@@ -179,9 +179,9 @@ def fitting(model: nn.Module) -> Images | None:
 
 
 def _recorded_images(model: nn.Module) -> Images:
-    """Return the facts about a network's images, and find missing ones by trial forward passes.
+    """Return what is known about a network's images; find the missing numbers by trial passes.
 
-    If no trial succeeds, return the recorded facts only.
+    If no trial succeeds, return only what is recorded.
     """
     known = _known.get(model, _NOTHING)
     dims = _dims(model)
@@ -195,7 +195,7 @@ def _recorded_images(model: nn.Module) -> Images:
 
 @torch.no_grad()
 def _searched(model: nn.Module, bands: Sequence[int], dims: Sequence[int]) -> Images | None:
-    """Return the first combination of bands and dims with which a forward pass succeeds.
+    """Find the first combination of bands and dims with which a forward pass succeeds.
 
     The passes run on the meta device. Return None if no combination succeeds, or if the network
     cannot run on that device.
@@ -272,7 +272,7 @@ def _dims(model: nn.Module) -> list[int]:
 
 
 def _made(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that have a shape.
+    """Yield the parameters of a network that have a shape already.
 
     The parameters of lazy layers, such as ``nn.LazyConv2d``, get their shape in the first pass.
     """

@@ -15,7 +15,7 @@ class Block(nn.Module):
     Args:
         inner, outer: numbers of input and output channels.
         stride: stride of the first convolution.
-        norm: batch, instance, group or none.
+        norm: the kind of the norms: batch, instance, group or none.
     """
 
     def __init__(self, inner: int, outer: int, stride: int, norm: str):
@@ -42,8 +42,8 @@ class Residual(nn.Module):
 
     Args:
         base_channels: number of channels of the first block.
-        norm: batch, instance, group or none.
-        pool: mean or max.
+        norm: the kind of the norms: batch, instance, group or none.
+        pool: how the image is reduced to a vector: mean or max.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from distseg.models.network import user_names
 
 
 class _Named(NamedTuple):
-    """A tensor of a model, and the addresses ``start`` .. ``stop`` - 1 of the memory it lies in."""
+    """A tensor of a model with its name, and the range ``start`` to ``stop`` of its addresses."""
 
     name: str
     tensor: Tensor
@@ -63,7 +63,7 @@ def check_own_memory(model: nn.Module) -> None:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Return True if the numbers of ``x`` fill their memory without gaps and repeats."""
+    """Return True if the elements of ``x`` fill a range of memory without gaps, each only once."""
     return lies_alike(torch.empty_like(x, device="meta"), x)
 
 
@@ -72,7 +72,7 @@ def _repeats(x: Tensor) -> bool:
 
 
 def _overlapping(model: nn.Module) -> Iterator[tuple[_Named, _Named]]:
-    """Yield pairs of tensors that share memory, if at least one of the pair is trained."""
+    """Yield each pair of tensors that share memory and of which at least one is trained."""
     tensors = user_names([*model.named_parameters(), *model.named_buffers()], model).items()
     spans = [_named(name, x) for name, x in tensors if not x.is_meta and x.numel()]
     before: list[_Named] = []
@@ -95,9 +95,9 @@ def _start(named: _Named) -> int:
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors whose ranges of memory overlap have a number in common.
+    """Return True if two tensors whose memory ranges overlap share at least one element.
 
-    Ranges may overlap without a common number, as those of the even and the odd columns of a
+    Ranges may overlap without a common element, as those of the even and the odd columns of a
     matrix. If the storages or the dtypes differ, return True without a check.
     """
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or x.dtype != y.dtype:
@@ -107,7 +107,7 @@ def _meet(x: Tensor, y: Tensor) -> bool:
 
 
 def _marks(x: Tensor) -> Tensor:
-    """Return a mask (storage length,) of the elements of the storage of ``x`` that ``x`` views."""
+    """Return a mask of the storage of ``x``, (length,): True for the elements that ``x`` views."""
     marks = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool)
     marks.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
     return marks

@@ -43,7 +43,7 @@ class LogSumExp(Mean):
 
 
 class Largest(Mean):
-    """The k largest values of each channel in descending order.
+    """The k largest values of each channel over an image, in descending order.
 
     Shapes are (N, C, *size) -> (N, C * k, 1, ...). The values of a channel are adjacent. Among
     equal values the first ones, counted row by row, are chosen and get the gradient; ``torch.topk``
@@ -77,7 +77,7 @@ def first_largest(x: Tensor, k: int) -> Tensor:
 
 
 class Measure(Mean):
-    """A number computed from the size of a map, for each image: (N, C, *size) -> (N, 1, 1, ...).
+    """A layer that computes one number from the size of a map: (N, C, *size) -> (N, 1, 1, ...).
 
     Args:
         rule: the function that takes the spatial size and returns the number, such as H * W.
@@ -117,9 +117,9 @@ class Products(Mean):
         return as_vector(torch.matmul(a, b.transpose(2, 3)), x.dim() - 2)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two factors of the products, split from the input ``x``.
+        """Split the input ``x`` into the maps ``a`` and ``b`` whose channels are multiplied.
 
-        They are ``a`` (N, heads, I, positions) and ``b`` (N, heads, J, positions).
+        Return ``a`` (N, heads, I, positions) and ``b`` (N, heads, J, positions).
         """
         a, b = (x, x) if self.first is None else (x[:, : self.first], x[:, self.first :])
         return tuple(

@@ -83,7 +83,7 @@ def _dealt(x: Tensor, inputs: Sequence[int] | None) -> Sequence[Tensor]:
 
 
 def _one(made: Any, names: Sequence[str], x: Tensor, training: bool) -> Tensor:
-    """Return all named outputs, concatenated along channels, in training; else the first one.
+    """Join a module's outputs along the channels in training; in evaluation return the first one.
 
     Args:
         made: the result of the user's module.
@@ -146,7 +146,7 @@ def _picked(made: Any, name: str, x: Tensor) -> Tensor:
 def _resized(y: Tensor, x: Tensor) -> Tensor:
     """Resize a map to the image's size by linear interpolation (``align_corners=False``).
 
-    A vector of the image stays as it is.
+    A vector, which has no spatial size, is returned unchanged.
     """
     size = x.shape[2:]
     if y.dim() < x.dim() or is_vector(y, size) or y.shape[2:] == size:

@@ -19,7 +19,7 @@ from distseg.models.layers import Formula, Mean, Step, as_vector
 
 
 class AlongLines(Mean):
-    """A statistic over some dims of an image, for each position along the other dims.
+    """A layer that takes a statistic over some dims of an image, such as the mean of each row.
 
     ``AlongLines(Mean(), kept=(0,))`` computes the mean of each row. Shapes are (N, C, *size) ->
     (N, C * positions, 1, ...), where ``positions`` is the number of rows in this example. The
@@ -45,7 +45,7 @@ class AlongLines(Mean):
 
 
 def folded(x: Tensor, kept: Sequence[int]) -> Tensor:
-    """Return a map (N, C, *size) with the positions along the dims ``kept`` moved to the batch.
+    """Move the positions of a map (N, C, *size) along the dims ``kept`` to the batch dim.
 
     The result has shape (N * positions, C, *rest), where ``rest`` is the size of the other dims.
     """
@@ -54,7 +54,7 @@ def folded(x: Tensor, kept: Sequence[int]) -> Tensor:
 
 
 class Along(NamedTuple):
-    """An argument of a :class:`distseg.models.layers.Step`: a length that follows a map's size.
+    """A length in a :class:`distseg.models.layers.Step` that is computed from a map's size.
 
     In ``line.reshape(n, channels, rows)``, for example, it stands for ``rows``. It becomes a number
     when the layer runs and the size of the map is known. ``extent`` is the formula.
@@ -95,7 +95,7 @@ class OfLines(Formula):
 
 
 def _with_sizes(tree: Any, size: Sequence[int]) -> Any:
-    """Return the arguments of a call, with a length (an int) in place of each :class:`Along`.
+    """Return the arguments of a call with an int in place of each length (:class:`Along`).
 
     Args:
         tree: the arguments: a value, or a nested tuple, dict or slice of values.
@@ -114,5 +114,5 @@ def _with_sizes(tree: Any, size: Sequence[int]) -> Any:
 
 
 def places_along(kept: Sequence[int], size: Sequence[int]) -> int:
-    """Return the product of the sizes of a map along its spatial dims ``kept``."""
+    """Return the product of a map's sizes along the dims ``kept``: the length of a line."""
     return math.prod(size[d] for d in kept)

@@ -24,10 +24,10 @@ class OnMeta(TorchFunctionMode):
 
 
 def all_on_meta(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return a call's arguments, with all tensors moved to the meta device if one of them is there.
+    """Move all tensors among a call's arguments to the meta device if one of them is there already.
 
-    Otherwise return the arguments unchanged. Tensors without dims are never moved, since PyTorch
-    accepts them on any device.
+    Return the arguments. Tensors without dims are never moved, since PyTorch accepts them on any
+    device.
 
     Args:
         args: the positional arguments, which may hold nested tuples, lists and dicts.
@@ -53,9 +53,9 @@ _RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 
 
 def of_sequence(name: str, args: tuple) -> tuple[Tensor, ...] | None:
-    """Return what a recurrent function (LSTM, GRU, RNN) returns for tensors on the meta device.
+    """Return the result of a recurrent function (LSTM, GRU, RNN) for tensors on the meta device.
 
-    This replaces the call, because PyTorch would run every step of the sequence.
+    The function itself is not called, because PyTorch would run every step of the sequence.
 
     Args:
         name: the name of any function, such as ``torch.lstm`` or ``relu``.
@@ -81,10 +81,10 @@ def of_sequence(name: str, args: tuple) -> tuple[Tensor, ...] | None:
 
 
 def as_computed(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return an uninitialised tensor that stands for the result of a function that is not called.
+    """Return an uninitialised tensor of the dtype and device of ``x``, as a function's result.
 
-    If gradients are enabled and the dtype is floating-point, it requires a gradient and has a
-    ``grad_fn``.
+    It stands for the result of a function that is not called. If gradients are enabled and the
+    dtype is floating-point, it requires a gradient and has a ``grad_fn``.
 
     Args:
         x: a tensor whose device and dtype the result has.

@@ -55,13 +55,13 @@ def unmodified(layer: nn.Module, kinds: type | tuple[type, ...]) -> bool:
 
 
 def known(kind: type) -> type:
-    """Return the class of PyTorch or distseg from which ``kind`` is derived, or ``kind`` itself."""
+    """Return the first class of PyTorch or distseg in the class hierarchy of ``kind``."""
     return next(k for k in kind.__mro__ if k.__module__.partition(".")[0] in ("torch", "distseg"))
 
 
 @cache
 def _overwritten(kind: type) -> str | None:
-    """Return which attribute of its PyTorch class a class overrides, in words; None for none."""
+    """Return, as a phrase, what a class overrides of its PyTorch class; None for nothing."""
     base = known(kind)
     names = {name for k in base.__mro__ for name in (*vars(k), *vars(k).get("__annotations__", ()))}
     own = {

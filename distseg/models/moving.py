@@ -33,7 +33,7 @@ class Slices(nn.Module):
 
 
 class Windows(nn.Module):
-    """The cells of a sliding window as channels, as in ``F.unfold``.
+    """A layer that returns the cells of a sliding window as channels, as ``F.unfold`` does.
 
     Shapes are (N, C, *size) -> (N, C * window, *made). ``window`` is the number of cells of a
     window, and ``made`` the number of windows along each dim. The cells of a channel are adjacent,
@@ -60,7 +60,7 @@ class Windows(nn.Module):
         return self.unfolded(F.pad(x, pads) if any(pads) else x)
 
     def unfolded(self, x: Tensor) -> Tensor:
-        """Return the windows of ``x`` (N, C, *size), a map that is padded already.
+        """Return the cells of each sliding window of ``x`` (N, C, *size), an already padded map.
 
         The result is (N, C * cells of a window, *number of windows along each spatial dim).
         """
@@ -78,7 +78,7 @@ class Windows(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Channels moved to new cells, as in ``nn.PixelShuffle``.
+    """A layer that moves channels to new cells, as ``nn.PixelShuffle`` does.
 
     Shapes are (N, C, *size) -> (N, C / factors, *size * factors). ``nn.PixelShuffle(2)`` from 12
     to 3 channels is ``Blocks(cells=(3, 2, 2), along=(None, 0, 1))``.
@@ -94,7 +94,7 @@ class Blocks(nn.Module):
         self.cells, self.along = tuple(cells), tuple(along)
 
     def factors(self, dims: int) -> tuple[int, ...]:
-        """Return the factor by which each of the ``dims`` spatial dims of a map grows."""
+        """Return, for each of the ``dims`` spatial dims of a map, the factor by which it grows."""
         return tuple(
             math.prod(n for n, d in zip(self.cells, self.along) if d == dim) for dim in range(dims)
         )
@@ -113,10 +113,11 @@ class Blocks(nn.Module):
 
 
 class Overlaid(nn.Module):
-    """The sum of overlapping windows, as in ``F.fold``: (N, C * window, *size) -> (N, C, *made).
+    """A layer that adds overlapping windows, as ``F.fold`` does.
 
-    ``window`` is the number of cells of a window, and ``size`` the number of windows along each
-    dim. The size ``made`` of the result follows from ``size`` and the arguments.
+    Shapes are (N, C * window, *size) -> (N, C, *made). ``window`` is the number of cells of a
+    window, and ``size`` the number of windows along each dim. The size ``made`` of the result
+    follows from ``size`` and the arguments.
 
     Args:
         kernel, stride, dilation, padding: as in ``F.fold``, one number for each spatial dim.
@@ -143,7 +144,7 @@ class Overlaid(nn.Module):
         return y[(..., *(slice(p, n - p + e) for p, e, n in each))]
 
     def folded(self, x: Tensor) -> Tensor:
-        """Return the sums of the windows before ``forward`` cuts off the padding.
+        """Add up overlapping windows, and return the sums with the padding not yet cut off.
 
         Args:
             x: the windows (N, C * window, *size).

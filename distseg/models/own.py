@@ -77,7 +77,7 @@ def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Modu
 
 
 def _choices(module) -> str:
-    """Return the advice that ends the error of a missing function, such as ``choose unet, fpn``.
+    """Return the end of the error message for a missing function, such as ``choose unet, fpn``.
 
     It names the public functions and classes that the file of ``module`` defines. If there are
     none, the advice is to define the function.
@@ -111,7 +111,8 @@ def built(
         builder: the function.
         arguments: the fields of the section ``model`` that are set, with ``in_channels`` and
             ``out_channels`` from the data.
-        own: the arguments in ``model.args``. They replace ``arguments`` of the same meaning.
+        own: the arguments in the setting ``model.args``. They replace ``arguments`` of the same
+            meaning.
         inputs, outputs: see :func:`distseg.models.joined.joined`.
 
     Raises:
@@ -191,8 +192,8 @@ def _called(builder: Callable, arguments: dict, own: dict) -> dict:
 def _bands_given(builder: Callable, arguments: dict) -> list[int]:
     """Return the numbers of bands among the arguments of a user's function or their defaults.
 
-    They are the positive integers among its arguments ``in_channels``, ``in_chans`` and so on. They
-    are guesses, since the layer that reads the image may take another number.
+    They are the positive integers given for ``in_channels``, ``in_chans`` and so on. They are
+    guesses, since the layer that reads the image may take another number.
 
     Args:
         builder: the function.
@@ -209,9 +210,9 @@ def _bands_given(builder: Callable, arguments: dict) -> list[int]:
 
 @torch.no_grad()
 def _make_lazy(name: str, model: nn.Module) -> None:
-    """Make the weights of lazy layers, such as ``nn.LazyConv2d``.
+    """Give lazy layers, such as ``nn.LazyConv2d``, their weights by a pass over an image of zeros.
 
-    This takes a forward pass on an image of zeros.
+    A model without lazy layers is left as it is.
 
     Raises:
         ValueError: the number of bands is not known, or the forward pass fails.
@@ -281,8 +282,8 @@ def _check_outputs(name: str, model: nn.Module) -> None:
         model: the network, changed by :func:`distseg.models.joined.joined`.
 
     Raises:
-        ValueError: the network does not return an output of this name, or, in training, an output
-            has another shape than the first one.
+        ValueError: the network does not return an output that the setting names, or, in training,
+            an output has another shape than the first one.
     """
     for training in (True, False):
         shadow = outline(model).train(training)

@@ -73,7 +73,7 @@ def user_line() -> str:
 
 
 def shown(path: str, line: int) -> str:
-    """Return a line of a file as messages show it, such as ``nets.py, line 12``."""
+    """Return the text by which messages name a line of a file, such as ``nets.py, line 12``."""
     return f"{path.rpartition('/')[2]}, line {line}"
 
 
@@ -100,7 +100,7 @@ def is_library(path: str) -> bool:
 
 
 def last_line_of(run_pass: Callable[[], Any]) -> str | None:
-    """Run a forward pass, and return the line at which the user's code ended.
+    """Run a forward pass, and return the line of user code that ran last.
 
     This is usually the ``return`` of the module's ``forward``, such as ``nets.py, line 12``. Return
     None if the pass runs no user code. Errors of the pass are ignored.
@@ -169,9 +169,9 @@ def replaced(holder: object, names: Mapping[str, object]) -> Iterator[None]:
 
 
 class _NoCheckpoint:
-    """Replacement for PyTorch's reentrant activation checkpoint that calls the function once.
+    """Replacement for PyTorch's reentrant activation checkpoint that does not recompute.
 
-    It keeps the function's autograd graph, so nothing is computed again in the backward pass.
+    It calls the checkpointed function once and keeps the function's autograd graph.
     """
 
     @staticmethod
@@ -180,17 +180,17 @@ class _NoCheckpoint:
 
 
 def _unchecked(*args, **kwargs) -> Iterator[None]:
-    """Do nothing, in place of the generator of PyTorch's non-reentrant activation checkpoint.
+    """Replace the generator by which PyTorch's non-reentrant activation checkpoint recomputes.
 
-    The generator runs around the call of the function, and would make the backward pass recompute
-    it.
+    PyTorch runs its generator around the call of the checkpointed function. This one does nothing,
+    so the backward pass recomputes nothing.
     """
     yield
 
 
 @contextmanager
 def checkpoints_ignored() -> Iterator[None]:
-    """Make ``torch.utils.checkpoint`` keep the graph instead of recomputing the function.
+    """Make ``torch.utils.checkpoint`` keep the autograd graph, so that it recomputes nothing.
 
     A recomputation would run in the backward pass. By then distseg has removed what it sets up for
     the forward pass, such as its dropout masks, its own norms, and the position of the tile.
@@ -205,7 +205,7 @@ def checkpoints_ignored() -> Iterator[None]:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Run compiled modules (``torch.compile``) as plain Python, to make their calls visible."""
+    """Run compiled modules (``torch.compile``) as plain Python inside the context."""
     if "torch._dynamo" not in sys.modules:
         # Nothing has been compiled, and the import would take seconds.
         yield

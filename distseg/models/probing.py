@@ -68,7 +68,7 @@ def probed_reach(
 
 
 def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, int]:
-    """Return (halo, stride) along one dim.
+    """Return (halo, stride) of a network along one dim, in pixels.
 
     They are measured on the shortest strip that is longer than the receptive field.
 
@@ -289,7 +289,7 @@ def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
 
 
 def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
-    """Return what stands for a layer in the copy for probing; None to keep the layer."""
+    """Return the layer that replaces ``layer`` in the copy for probing; None to keep ``layer``."""
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (None, 1):
         raise ValueError(
             f"{layer} seems to normalise over pixels and not over the channels (dim=1), "

@@ -22,7 +22,7 @@ class LooksAtSize(nn.Module):
 
 
 class Follows(LooksAtSize):
-    """Base class of layers whose result has a size that follows from the size of another map.
+    """Base class of layers whose result's size is computed from the size of another map.
 
     Shapes are (N, C, *size), (N, ?, *other) -> (N, C, *made). The second input is the other map, of
     which only the size is read.
@@ -40,16 +40,16 @@ class Follows(LooksAtSize):
         return self.made(x, [rule.size(n) for rule, n in zip(self.rules, like.shape[2:])])
 
     def made(self, x: Tensor, size: Sequence[int]) -> Tensor:
-        """Return the layer's result (N, C, *size) for the first input ``x`` (N, C, *old)."""
+        """Return the layer's result of the spatial size ``size`` for the first input ``x``."""
         raise NotImplementedError
 
     def access_patterns(self) -> tuple[AccessPattern, ...]:
-        """Return, for each dim, which cells of the first input an output cell depends on."""
+        """Return, for each dim, which cells of the first input an output cell reads."""
         raise NotImplementedError
 
 
 class ResizeTo(Follows):
-    """Resize of a map by ``F.interpolate`` to a size that follows from the size of another map.
+    """Resize of a map by ``F.interpolate``, to a size computed from the size of another map.
 
     Args:
         rules: for each spatial dim, the rule that computes the new size from the other map's size.
@@ -107,7 +107,7 @@ def kernel_of(mode: str, antialias: bool = False) -> str:
 
 
 class FitTo(Follows):
-    """Padding of a map by ``F.pad`` or a crop, to a size that follows from the size of another map.
+    """Padding of a map by ``F.pad``, or a crop, to a size computed from another map's size.
 
     Args:
         rules: for each spatial dim, the rule that computes the new size from the other map's size.
@@ -145,9 +145,9 @@ class FitTo(Follows):
 class VectorAt(Follows):
     """Layer that returns its first input, a vector of the image, unchanged.
 
-    distseg keeps for each vector the size of the maps with which it can be combined. This layer
-    changes that size. As in :class:`Follows`, ``rules`` compute the new size from the size of the
-    second input.
+    distseg records for each vector the size of the maps with which it can be combined. This layer
+    makes the vector fit to maps of another size. As in :class:`Follows`, ``rules`` compute the new
+    size from the size of the second input.
     """
 
     def forward(self, x: Tensor, like: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ _LONGEST = 600  # characters of a message; PyTorch's may have a page
 
 @contextmanager
 def user_errors(what: str):
-    """Turn an error inside the context into a ValueError.
+    """Turn an error of user code inside the context into a ValueError with a one-line message.
 
     Args:
         what: the beginning of the ValueError's message, such as ``model 'a:b' cannot be built``.

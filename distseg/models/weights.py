@@ -51,7 +51,7 @@ def _check_initial_values(layer: nn.Module, name: str, model: nn.Module) -> None
 
 
 def _materialise(layer: nn.Module, key: int) -> None:
-    """Give a layer on the meta device memory and the weights that ``key`` determines."""
+    """Allocate a layer that is on the meta device, and draw its weights with the seed ``key``."""
     if not any(t.is_meta for t in [*layer.parameters(), *layer.buffers()]):
         return
     layer.to_empty(device="cpu")

@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def paper_halo(self) -> int | None:
-        """The halo in pixels by the formula in the slides of Seal et al. 2020.
+        """The halo in pixels, computed by the formula in the slides of Seal et al. 2020.
 
         The formula is eps = (3 * 2^(L-2) - 1) * d * n_c with d = 2, where L counts the bottleneck
         as a level (docs/halo.md). None for networks that are not in these slides.
@@ -122,7 +122,7 @@ def plain_model(
     out_channels: int | None = None,
     guess: int | None = None,
 ) -> nn.Module:
-    """Return the module of a config, on the meta device unless a user's function makes it.
+    """Return the network of a config, on the meta device unless a user's function builds it.
 
     On the meta device it has no weights; :func:`materialise` makes them. The module of a user's
     function has weights already, drawn with ``model.seed``.

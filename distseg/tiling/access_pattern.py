@@ -27,7 +27,7 @@ Span = tuple[int, int]
 
 
 class AccessPattern:
-    """Interface of all access patterns.
+    """Interface of access patterns: which input cells each output cell of a layer reads.
 
     Attributes:
         sized: True if the cells that an output reads depend on the sizes of the two maps.
@@ -44,33 +44,33 @@ class AccessPattern:
     mirrored = False
 
     def for_sizes(self, n: int, m: int) -> AccessPattern:
-        """Return the access pattern between an input of ``n`` cells and an output of ``m``."""
+        """Return this access pattern for an input of ``n`` cells and an output of ``m`` cells."""
         return self
 
     def size(self, n: int) -> int:
         """Return the number of output cells for ``n`` input cells.
 
-        If the output follows the size of another map, ``n`` is the size of that map.
+        If another map determines the size of the output, ``n`` is the size of that map.
         """
         raise NotImplementedError
 
     def cut(self, c: int) -> int:
-        """Return the tile border in the output map that belongs to tile border ``c`` in the input.
+        """Return the position of a tile border in the output that has position ``c`` in the input.
 
-        A border is the number of cells before it.
+        The position of a border is the number of cells before it.
         """
         raise NotImplementedError
 
     def needs(self, a: int, b: int) -> Span:
-        """Return the span of inputs that outputs a..b-1 read."""
+        """Return the span (start, stop) of the input cells that output cells a..b-1 read."""
         raise NotImplementedError
 
     def pixels(self, before: Fraction) -> Fraction:
         """Return the number of image pixels per output cell.
 
         Args:
-            before: number of image pixels per input cell; if the output follows the size of
-                another map, per cell of that map.
+            before: number of image pixels per input cell; if another map determines the size of the
+                output, per cell of that map.
         """
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ class Gather(AccessPattern):
 
     @property
     def span(self) -> int:
-        """The number of input cells from the first to the last tap of the kernel."""
+        """The number of input cells from the first to the last one that an output cell reads."""
         return self.dilation * (self.kernel - 1) + 1
 
     def size(self, n: int) -> int:
@@ -111,14 +111,14 @@ class Gather(AccessPattern):
         return m - 1 if (m - 1) * self.stride >= n + self.before else m
 
     def cut(self, c: int) -> int:
-        """Return the tile border in the output map that belongs to tile border ``c`` in the input.
+        """Return the position of a tile border in the output that has position ``c`` in the input.
 
         An output belongs to the tile that owns the middle of the inputs that the output reads.
         """
         return -(-(c + self.before - (self.span - 1) // 2) // self.stride)
 
     def needs(self, a: int, b: int) -> Span:
-        """Return the span of inputs that outputs a..b-1 read."""
+        """Return the span (start, stop) of the input cells that output cells a..b-1 read."""
         return a * self.stride - self.before, (b - 1) * self.stride - self.before + self.span
 
     def pixels(self, before: Fraction) -> Fraction:
@@ -127,11 +127,11 @@ class Gather(AccessPattern):
 
 @dataclass(frozen=True)
 class Shift(Gather):
-    """The access pattern of padding; a negative ``before`` or ``after`` means a crop."""
+    """The access pattern of padding by ``before`` and ``after`` cells; negative for a crop."""
 
     @property
     def sized(self) -> bool:
-        """True for a crop, which removes cells at the border of a window too."""
+        """True for a crop: applied to a window, it would remove cells at the window's border."""
         return min(self.before, self.after) < 0
 
 
@@ -163,7 +163,7 @@ class Scatter(AccessPattern):
 
     @property
     def span(self) -> int:
-        """The number of output cells from the first to the last tap of the kernel."""
+        """The number of output cells from the first to the last one that one input cell adds to."""
         return self.dilation * (self.kernel - 1) + 1
 
     def size(self, n: int) -> int:
@@ -173,7 +173,7 @@ class Scatter(AccessPattern):
         return c * self.stride - self.before + (self.span - self.stride + 1) // 2
 
     def needs(self, a: int, b: int) -> Span:
-        """Return the span of inputs that outputs a..b-1 read.
+        """Return the span (start, stop) of the input cells that output cells a..b-1 read.
 
         If the kernel is smaller than the stride, some outputs read no input. Their span still has
         one input: the last one whose kernel starts at or before output a. The distributed layer
@@ -235,10 +235,10 @@ class Align(Interpolate):
 
 
 def inside(span: Span, n: int, mirrored: bool = False) -> Span:
-    """Return the span of cells of a map that are needed to read a span.
+    """Return the span of the cells of a map that are needed to read a span of the padded map.
 
-    The span that is read may extend beyond the map, into the padding. The result is its part inside
-    the map.
+    A span (start, stop) is a range of cells along one dim. The span that is read may extend beyond
+    the map, into the padding. The result is its part inside the map.
 
     Args:
         span: the span that is read.

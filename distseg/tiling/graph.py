@@ -59,12 +59,12 @@ class Node:
         return not (self.access_patterns or self.joins)
 
     def along(self, dim: int) -> AccessPattern | None:
-        """Return the access pattern of the first input along a dim, or None if it is pointwise."""
+        """Return the access pattern of the first input along a dim; None for a pointwise layer."""
         return self.access_patterns[dim] if self.access_patterns else None
 
     @property
     def follows(self) -> int:
-        """Index of the feature map whose size determines the size of the result."""
+        """Index of the feature map whose size determines the size of the node's result."""
         if self.like is not None:
             return self.like
         return self.first if self.access_patterns else self.inputs[-1]
@@ -79,10 +79,9 @@ class Node:
 
     @property
     def sized(self) -> bool:
-        """True if the size of a map decides which cells the node reads, or changes its values.
+        """True if the node's result depends on the size of a whole map, as that of some resizes.
 
-        If a window is taken as an image of its own, the node's result may then differ from its
-        result on that part of the whole image.
+        The result for a window alone may then differ from the result for that part of the image.
         """
         return self.placed or any(pattern.sized for pattern in self.access_patterns)
 
@@ -134,7 +133,7 @@ class Graph(Sequence[Node]):
 
     @property
     def sized(self) -> bool:
-        """True if the network has a node whose result depends on sizes of maps (`Node.sized`)."""
+        """True if some node's result depends on the size of a whole map (:attr:`Node.sized`)."""
         return any(node.sized for node in self.nodes)
 
     def sizes(self, image: Sequence[int]) -> list[tuple[int, ...]]:
@@ -158,9 +157,10 @@ class Graph(Sequence[Node]):
         return found
 
     def needed_for(self, result: int, there: Container[int]) -> list[int]:
-        """Return the numbers of the nodes that must run to compute map ``result``, in order.
+        """Return the indices of the nodes (layer calls) that must run to compute map ``result``.
 
-        The image and the maps in ``there`` exist already, so their nodes are left out.
+        The nodes are in order. The image and the maps in ``there`` exist already, so nodes that are
+        needed only for these maps are left out.
         """
         wanted, found = {result}, []
         for number in reversed(range(result)):
@@ -173,14 +173,14 @@ class Graph(Sequence[Node]):
 def last_readings(
     inputs: Sequence[Sequence[int]], numbers: Iterable[int], kept: Container[int] = ()
 ) -> dict[int, list[int]]:
-    """Return, for each node in ``numbers``, the maps that can be released after the node.
+    """Return, for each node in ``numbers``, the maps whose memory can be freed after the node.
 
-    A map can be released after the last node in ``numbers`` that reads it.
+    These are the maps that no later node in ``numbers`` reads.
 
     Args:
         inputs: for each node of the network, the numbers of the maps that it reads.
         numbers: the nodes, in order.
-        kept: the maps that are never released.
+        kept: the maps that are never freed.
     """
     found: dict[int, list[int]] = {number: [] for number in numbers}
     last = {source: number for number in found for source in inputs[number] if source not in kept}
@@ -190,7 +190,7 @@ def last_readings(
 
 
 class Skip(NamedTuple):
-    """A skip connection: a map that is read by a node other than the one right after it.
+    """A skip connection: a map that a node reads later than the node right after the map.
 
     Attributes:
         stash: index of the map, which is also the index of the node right after it.
@@ -220,7 +220,7 @@ def skips_of(inputs: Sequence[Sequence[int]]) -> list[Skip]:
 def crossing(
     inputs: Sequence[Sequence[int]], ranges: Sequence[range]
 ) -> list[tuple[int, int, int]]:
-    """Return the maps that a range of nodes computes and another range of nodes reads.
+    """Return the maps that one range of nodes, such as a stage, computes and another range reads.
 
     Args:
         inputs: for each node the numbers of the maps that it reads.

@@ -18,7 +18,7 @@ from distseg.tiling.tile import Box
 
 @dataclass(frozen=True)
 class LayerSpans:
-    """Input and output spans of several tiles at one node along one dim, in cells.
+    """The cells that each of several tiles reads and computes at one layer call, along one dim.
 
     Each list has one span (start, stop) for each tile.
 
@@ -38,10 +38,10 @@ class LayerSpans:
 
 @dataclass(frozen=True)
 class SegmentSpans:
-    """Input and output spans of one tile along one dim, at each node of a segment.
+    """The cells that one tile reads and computes at each layer call of a segment, along one dim.
 
     Attributes:
-        input, padded_input, output: a span for each node, as in :class:`LayerSpans`.
+        input, padded_input, output: a span (start, stop) for each node, as in :class:`LayerSpans`.
         input_cells, output_cells: lengths of the spans ``input`` and ``output``.
         read: for each map that the segment reads and does not compute, the span to read.
     """
@@ -57,7 +57,7 @@ class SegmentSpans:
     def from_layers(
         cls, needs: Sequence[LayerSpans], read: Mapping[int, list[Span]]
     ) -> SegmentSpans:
-        """Return the spans of the first tile in ``needs`` and ``read``, which often have only one.
+        """Return the spans of the first of the tiles in ``needs`` and ``read``, often the only one.
 
         Args:
             needs: for each node of the segment, the spans of one or several tiles.
@@ -83,16 +83,16 @@ def needs_along(
     owned: Sequence[list[Span]] | None = None,
     points: Container[int] = (),
 ) -> tuple[list[LayerSpans], dict[int, list[Span]]]:
-    """Return the spans along a dim that several tiles need, to compute a part of the last result.
+    """Return the spans of cells of all maps that tiles need to compute their spans of a result.
 
     Args:
         graph: all nodes of the network.
         numbers: the numbers of the nodes that tiles compute, in order.
-        dim: the dim.
+        dim: the spatial dim along which spans (start, stop) are computed.
         sizes: size of each map along the dim.
         wanted: for each tile, the span of the result of the last node in ``numbers`` to compute.
-        owned: for each map, the span that each tile gets even if it needs less; None for no such
-            span.
+        owned: for each map, a span that each tile gets even if it needs less; None for no such
+            spans.
         points: the nodes before which tiles exchange. Of the first input of such a node, a tile
             needs only the cells that it owns, because the exchange brings all others.
 
@@ -126,7 +126,7 @@ def _needed(
     owned,
     points,
 ) -> dict[int, list[Span]]:
-    """Return the second result of :func:`needs_along`: for each map, the span of each tile.
+    """Return, for each map, the span of cells that each tile needs (:func:`needs_along`).
 
     The arguments are those of :func:`needs_along`; ``owned`` may be None.
     """
@@ -156,12 +156,12 @@ def _needed(
 
 
 def input_of(node: Node, dim: int, output: Span, n: int, m: int) -> tuple[Span, Span]:
-    """Return the spans of a node's first input from which a span of its result is computed.
+    """Return the cells of a node's first input from which a span of the node's result is computed.
 
     Args:
         node: the node.
         dim: the dim.
-        output: the span of the result.
+        output: the span (start, stop) of the result.
         n, m: sizes of the whole input and of the whole result.
 
     Returns:
@@ -182,5 +182,5 @@ def hull(one: Span, other: Span) -> Span:
 
 
 def box_of(spans: Sequence[Span]) -> Box:
-    """Return the box with these spans, one per dim."""
+    """Return the box that has one span (start, stop) for each dim."""
     return Box(*zip(*spans))

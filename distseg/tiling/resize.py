@@ -29,7 +29,7 @@ _NEAR = 2.0**-20  # relative error of a nearest position, which PyTorch may roun
 
 @dataclass(frozen=True)
 class Follow:
-    """A rule by which the size of one map follows from the size n of another, along one dim.
+    """A rule that computes the size of one map from the size n of another, along one dim.
 
     The size is ``(times * n + plus) // over * unit`` or, with a factor, ``int(n * factor)``.
     """
@@ -41,17 +41,16 @@ class Follow:
     unit: int = 1
 
     def size(self, n: int) -> int:
-        """Return the size that the rule computes from size ``n``."""
+        """Return the size that this rule computes for one map from the size ``n`` of the other."""
         if self.factor is not None:
             return int(n * self.factor)
         return (self.times * n + self.plus) // self.over * self.unit
 
     def pixels(self, before: Fraction) -> Fraction:
-        """Return the number of image pixels per cell of the map whose size the rule computes.
+        """Return the number of image pixels per cell of the map whose size this rule computes.
 
         Args:
-            before: number of image pixels per cell of the other map, from whose size n this size
-                follows.
+            before: number of image pixels per cell of the other map, whose size n the rule takes.
 
         Returns:
             The number of pixels; 1 if the rule gives a fixed size.
@@ -122,7 +121,7 @@ class Fit(AccessPattern):
         return self.follow.pixels(before)
 
     def before(self, n: int, m: int) -> int:
-        """Return the number of cells of padding before the first cell of a map, along one dim.
+        """Return the number of cells that are added in front of a map, along one dim.
 
         The number is negative if cells are cropped.
 
@@ -140,7 +139,7 @@ SIDES = ("half", "larger half", "all", "none")
 
 
 def in_front(side: str | int, more: int) -> int:
-    """Return how many of ``more`` added cells lie in front of the map.
+    """Return how many of ``more`` cells of padding are added in front of the map.
 
     Args:
         side: the attribute of :class:`Fit`: one of ``SIDES``, or a number of cells, which is
@@ -154,7 +153,7 @@ def in_front(side: str | int, more: int) -> int:
 
 @dataclass(frozen=True)
 class Shifted(AccessPattern):
-    """The access pattern in which output j is input j - ``before``.
+    """The access pattern of padding by ``before`` cells: output j is input j - ``before``.
 
     ``mirrored`` is True if positions outside the map read a cell inside of it, as with the padding
     modes ``reflect``, ``replicate`` and ``circular``.
@@ -173,10 +172,10 @@ class Shifted(AccessPattern):
 
 @dataclass(frozen=True)
 class Share(AccessPattern):
-    """The access pattern of resizing a map whose cells all have the same value.
+    """The access pattern of resizing a map in which all cells of a channel have the same value.
 
-    A vector of the image is such a map. Outputs a..b-1 read the inputs that cover the same part of
-    the image. Because all cells are equal, a window gives the same values as the whole image, so
+    A vector of the image is such a map. An output reads the inputs that cover the same part of the
+    image. Because all cells are equal, a window gives the same values as the whole image. So
     ``sized`` is False.
     """
 
@@ -195,7 +194,7 @@ class Share(AccessPattern):
 
 @dataclass(frozen=True)
 class Proportional(AccessPattern):
-    """The access pattern of :class:`Share` for an input of n cells and an output of m cells.
+    """The access pattern of :class:`Share` when the input has n cells and the output m cells.
 
     Output j reads the inputs that cover the same part of the map: from j n / m to (j + 1) n / m.
     """
@@ -216,7 +215,9 @@ def _rounded(x: int, y: int) -> int:
 
 
 class Taps(AccessPattern):
-    """The inputs that each output of a :class:`Resize` reads, between n input and m output cells.
+    """The input cells that each output cell of a :class:`Resize` reads, and their weights.
+
+    The input has n cells, the output m cells. A *tap* is one input cell that an output reads.
 
     Args:
         weigh: a function that returns the weights (taps per output, outputs) for a slice of the
@@ -246,7 +247,7 @@ class Taps(AccessPattern):
         return self._inside(self.first[a]), self._inside(self.last[b - 1]) + 1
 
     def _inside(self, place: np.integer) -> int:
-        """Return the cell at position ``place``; beyond the map, return the outermost cell."""
+        """Return the index of the cell at ``place``; beyond the map, of the outermost cell."""
         return min(max(int(place), 0), self.n - 1)
 
     def shares(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
@@ -266,11 +267,12 @@ class Taps(AccessPattern):
 
 @lru_cache(_SIZES)
 def taps(kernel: str, corners: bool, factor: float | None, n: int, m: int) -> Taps:
-    """Return the inputs and weights of each output of a resize, as in PyTorch's kernels.
+    """Return the input cells that each output cell of a resize reads, and their weights.
 
     Args:
         kernel, corners, factor: the attributes of :class:`Resize`.
-        n, m: the numbers of input and of output cells.
+        n, m: the numbers of input and of output cells. Cells and weights are those of PyTorch's
+            kernels.
     """
     outputs = np.arange(m)
     if kernel == "area":
@@ -291,11 +293,11 @@ def taps(kernel: str, corners: bool, factor: float | None, n: int, m: int) -> Ta
 
 
 def _nearest(n: int, m: int, places: np.ndarray) -> Taps:
-    """Return the inputs that each output of nearest resizing may read.
+    """Return the input cells that each output cell of a nearest resize may read.
 
-    PyTorch's kernels compute a position in float32 or float64, so the inputs that follow from both
-    are included. If n and m are equal, some kernels copy the map, so output i may also read input
-    i.
+    PyTorch's kernels compute a position in float32 or float64, which may round to different inputs.
+    Both are included. If n and m are equal, some kernels copy the map, so output i may also read
+    input i.
 
     Args:
         n, m: the numbers of inputs and outputs.
@@ -319,7 +321,7 @@ def _linear(n: int, m: int, places: np.ndarray) -> Taps:
 
 
 def _cubic(n: int, m: int, places: np.ndarray) -> Taps:
-    """Return the taps of cubic convolution (Keys, 1981) with a = -0.75.
+    """Return the input cells and weights of cubic resizing (Keys, 1981, with a = -0.75).
 
     Args:
         n, m: the numbers of inputs and outputs.
@@ -335,15 +337,15 @@ def _cubic(n: int, m: int, places: np.ndarray) -> Taps:
 
 
 def _cubic_at(x: np.ndarray, a: float) -> np.ndarray:
-    """Return the kernel of cubic convolution (Keys, 1981) with parameter a at distances x >= 0."""
+    """Return the weights of the cubic kernel (Keys, 1981) with parameter a at distances x >= 0."""
     near, far = ((a + 2) * x - (a + 3)) * x * x + 1, ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
     return np.where(x <= 1, near, np.where(x < 2, far, 0.0))
 
 
 def _averages(n: int, m: int, outputs: np.ndarray) -> Taps:
-    """Return the inputs and weights of adaptive average pooling from n to m cells.
+    """Return the input cells and weights of adaptive average pooling from n to m cells.
 
-    ``outputs`` is arange(m).
+    ``outputs`` holds the output indices 0 .. m - 1.
     """
     first, last = outputs * n // m, -(-(outputs + 1) * n // m) - 1
 
@@ -355,7 +357,7 @@ def _averages(n: int, m: int, outputs: np.ndarray) -> Taps:
 
 
 def _smooth(n: int, m: int, centres: np.ndarray, step: float, cubic: bool) -> Taps:
-    """Return the taps of resizing with ``antialias=True``.
+    """Return the input cells and weights of resizing with ``antialias=True``.
 
     Args:
         n, m: the numbers of inputs and outputs.

@@ -29,7 +29,7 @@ def _mix(z: int) -> int:
 
 
 def key(*parts: int | str) -> int:
-    """Return the 64-bit key of a purpose such as ``(seed, epoch, sample, 'enc0.dropout')``.
+    """Return a 64-bit key of random numbers, made of parts such as ``(seed, epoch, 'dropout')``.
 
     A string enters the key as its CRC-32.
     """
@@ -46,9 +46,9 @@ def uniform(k: int, count: int) -> np.ndarray:
 
 
 def uniform_of(k: int, positions: np.ndarray) -> np.ndarray:
-    """Return the random numbers of key ``k`` at some positions, as float64 in [0, 1).
+    """Return the random numbers of key ``k`` at the given positions, as float64 in [0, 1).
 
-    The number at position ``n`` is ``uniform(k, n + 1)[n]``.
+    Position ``n`` has number ``n`` of the sequence of the key, ``uniform(k, n + 1)[n]``.
 
     Args:
         k: the key.
@@ -80,14 +80,14 @@ def normal_of(k: int, positions: np.ndarray, count: int) -> np.ndarray:
 
 @lru_cache
 def _quantiles() -> np.ndarray:
-    """Return the quantiles (n + 1/2) / 65536 of the normal distribution, (65536,) float32."""
+    """Return the normal distribution's quantiles at (n + 1/2) / 65536, (65536,) float32."""
     inverse = NormalDist().inv_cdf
     lower = np.array([inverse((n + 0.5) / 65536) for n in range(32768)], np.float32)
     return np.concatenate([lower, -lower[::-1]])
 
 
 def _bits(k: int, positions: np.ndarray) -> np.ndarray:
-    """Return 64 random bits for each position, as uint64 of the shape of ``positions``."""
+    """Return 64 random bits of key ``k`` for each position, as uint64, in the same shape."""
     with np.errstate(over="ignore"):
         z = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(k)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
@@ -105,10 +105,10 @@ def _signed(value: int) -> int:
 
 
 def uniform_at(k: int, positions: torch.Tensor) -> torch.Tensor:
-    """Return the random numbers of key ``k`` at some positions, as float64 in [0, 1).
+    """Return the random numbers of key ``k`` at the given positions, as float64 in [0, 1).
 
-    The number at position ``n`` is ``uniform(k, n + 1)[n]``. The numbers are computed on the device
-    of ``positions``.
+    Position ``n`` has number ``n`` of the sequence of the key, ``uniform(k, n + 1)[n]``. The
+    numbers are computed on the device of ``positions``.
 
     Args:
         k: the key.

@@ -32,7 +32,7 @@ from distseg.tiling.tile import Box
 
 @dataclass(frozen=True)
 class Segment:
-    """The nodes (layer calls) that compute one stored map from other stored maps.
+    """The nodes (layer calls) that compute one stored feature map from other stored feature maps.
 
     Attributes:
         nodes: numbers of the nodes in the graph of the network, in order.
@@ -83,7 +83,7 @@ def segments_of(graph: Graph, cuts: Iterable[int], stages: Sequence[range] = ())
 
 
 def _costly(graph: Graph, runs: Iterable[list[int]], stored: set[int]) -> set[int]:
-    """Return the maps to store because several segments would otherwise compute them again.
+    """Return the maps to store so that several segments need not each compute them.
 
     Maps that pointwise layers compute from one stored map are left out, because computing them
     again is cheap. If the same segments need several consecutive maps, only the last of these maps
@@ -110,7 +110,7 @@ def _costly(graph: Graph, runs: Iterable[list[int]], stored: set[int]) -> set[in
 
 @dataclass(frozen=True)
 class TilePlan:
-    """The boxes of every layer that are needed to compute one tile of a segment's result.
+    """The box of each layer's input and output that one tile of a segment's result needs.
 
     The boxes are computed only when :attr:`read` or :attr:`views` is used. For most tiles only the
     numbers of cells are needed.
@@ -147,7 +147,7 @@ class TilePlan:
 
     @cached_property
     def views(self) -> list[LayerView]:
-        """The boxes of each layer of the segment, in order."""
+        """The input box and output box of each layer of the segment, in order."""
         return [
             self._view(place, self.sizes[self.graph[number].first], self.sizes[number + 1])
             for place, number in enumerate(self.segment.nodes)
@@ -162,7 +162,7 @@ class TilePlan:
 
 
 def tile_plan(layout: Layout, segment: Segment, result: Box) -> TilePlan:
-    """Return the boxes of every layer that are needed to compute one tile of a segment's result.
+    """Return the boxes of all layers that are needed to compute one tile of a segment's result.
 
     Args:
         layout: the layout of the image's tiles.

@@ -38,21 +38,21 @@ class Box:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Number of cells along each dim."""
+        """Number of pixels or cells of the box along each dim."""
         return tuple(b - a for a, b in zip(self.start, self.stop))
 
     @property
     def pixels(self) -> int:
-        """Number of cells of the box."""
+        """Number of pixels or cells in the box."""
         return math.prod(self.size)
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
-        """The index of the box in the spatial dims of a tensor."""
+        """The box as a slice for each spatial dim, with which a tensor can be indexed."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop))
 
     def relative_to(self, origin: Box) -> Box:
-        """Return this box in coordinates that begin at the first pixel of ``origin``."""
+        """Return this box, counted from the first pixel of the box ``origin``."""
         return self.shifted(tuple(-o for o in origin.start))
 
     def shifted(self, offset) -> Box:
@@ -81,12 +81,12 @@ class Box:
         )
 
     def coarsened(self, stride) -> Box:
-        """Return the cells of a feature map with this cumulative stride that cover the box.
+        """Return the box of the cells of a feature map that cover this box of image pixels.
 
         The last cell along a dim may stand for fewer pixels than the stride.
 
         Args:
-            stride: pixels of the image for each cell, per dim.
+            stride: the number of image pixels per cell of the feature map, along each dim.
         """
         return Box(
             tuple(a // s for a, s in zip(self.start, stride)),
@@ -105,7 +105,7 @@ class ReceptiveField:
     stride: tuple[int, ...]
 
     def window(self, tile: Box, image) -> Box:
-        """Return the window from which the network computes the tile exactly.
+        """Return the window of a tile: the pixels from which the network computes it exactly.
 
         The window is the tile with its halo, extended to multiples of the stride and clipped to the
         image.
@@ -141,7 +141,7 @@ def split(length: int, parts: int, stride: int) -> list[tuple[int, int]]:
 
 
 def strips(box: Box, cells: float, rows: int = 1) -> Iterator[Box]:
-    """Yield the box as strips from top to bottom.
+    """Cut a box into strips of whole rows, and yield them from top to bottom.
 
     The height of a strip is the largest multiple of ``rows`` with which the strip has at most
     ``cells`` cells, but at least ``rows``. The last strip may have fewer rows.
@@ -164,12 +164,12 @@ def boxes_of(box: Box, size) -> list[Box]:
 
 
 def along(values: np.ndarray, dim: int, dims: int) -> np.ndarray:
-    """Return a vector as an array of ``dims`` dims that varies along ``dim`` only."""
+    """Reshape a vector to ``dims`` dims: its values along ``dim``, length 1 along the others."""
     return values.reshape([-1 if d == dim else 1 for d in range(dims)])
 
 
 def numbers(box: Box, size) -> np.ndarray:
-    """Return the number of each pixel of a box in the row-major order of all pixels.
+    """Return, for each pixel of a box, its index in the row-major order of the image's pixels.
 
     Args:
         box: the box.
@@ -279,7 +279,7 @@ def factorings(count: int, dims: int) -> list[tuple[int, ...]]:
 
 
 def window(tile: Box, image, reach: ReceptiveField) -> Box:
-    """Return the window of a tile: the box of pixels of the image from which it is computed.
+    """Return the window of a tile: the box of image pixels from which the tile is computed.
 
     Args:
         tile: the tile.
@@ -300,8 +300,8 @@ class TilePlacement:
         tile: the pixels that the rank owns.
         window: the pixels that the tensor holds: the tile with its halo.
         images: positions of the B images in the micro-batch, from 0.
-        samples: for each of these images the number of its sample in the epoch, which is a part of
-            the key of its dropout masks.
+        samples: for each of these images the index of its sample in the epoch, on which its dropout
+            masks depend.
     """
 
     image: tuple[int, ...]
@@ -312,12 +312,12 @@ class TilePlacement:
 
     @property
     def owned(self) -> Box:
-        """The tile in coordinates of the window: the box of the tensor that the rank owns."""
+        """The box of the tile, counted from the first pixel of the window."""
         return self.tile.relative_to(self.window)
 
 
 def owned_tiles(image, grid, per_rank, coordinates, reach: ReceptiveField) -> list[tuple[Box, Box]]:
-    """Return the (tile, window) pairs that one rank owns.
+    """Return (tile, window) for each tile of an image that one rank owns.
 
     Args:
         image: size of the image in pixels.

@@ -31,7 +31,7 @@ def on_tile(output: Tensor, place: TilePlacement) -> Tensor:
 
 
 def labels_of_images(values: Tensor, box: Box, ignore: int) -> Tensor:
-    """Return the labels of whole images for one tile of these images, (B,) -> (B, 1, ...).
+    """Return the labels that a tile gets from labels of whole images, (B,) -> (B, 1, ...).
 
     Every tile has the same output for the whole image. So that each image counts once, only the
     tile at the origin gets the labels. All other tiles get the label ``ignore``, or NaN if the
@@ -50,7 +50,7 @@ def labels_of_images(values: Tensor, box: Box, ignore: int) -> Tensor:
 
 @dataclass
 class TileBatch:
-    """One window of B images of one size, held in memory.
+    """One window (a tile with its halo) of B images of one size, held in memory.
 
     In a pipeline only the first stage has pixels and only the last stage has labels.
 
@@ -80,7 +80,7 @@ class MicroBatch:
 
     @property
     def signature(self) -> tuple:
-        """A key: micro-batches with equal keys have tensors of equal shapes in every layer."""
+        """Key of sizes and boxes: micro-batches with equal keys have equal shapes in all layers."""
         return tuple(
             (len(p.place.images), p.place.image, p.place.tile, p.place.window) for p in self.pieces
         )
@@ -88,7 +88,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class LazyTileBatch:
-    """The tile that a rank owns of B images of one size, read box by box.
+    """One tile of B images of one size, whose pixels and labels are read box by box when needed.
 
     Attributes:
         place: the position of the window in the images.
@@ -102,7 +102,7 @@ class LazyTileBatch:
 
 
 def block_of(piece: TileBatch, ignore: int) -> LazyTileBatch:
-    """Return a lazy tile batch that reads its boxes from a tile batch in memory.
+    """Wrap a tile batch in memory as a lazy one, which returns its pixels and labels box by box.
 
     Args:
         piece: the tile batch in memory.

@@ -38,7 +38,7 @@ class Untrusted(OSError):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the library of compiled kernels, which is built if needed.
+    """Return the library of compiled C++ kernels, and build it if needed.
 
     Return None if the environment has DISTSEG_KERNELS=0. Return None with a warning if the library
     cannot be built, for instance because there is no C++ compiler.
@@ -84,7 +84,7 @@ def _loaded(compiler: list[str]) -> ctypes.CDLL:
 
 
 def _cache() -> Path:
-    """Return the folder of compiled libraries in the user's cache.
+    """Return the folder in the user's cache that holds the compiled libraries.
 
     Create the folder if needed. If it belongs to this user but other users can write to it, remove
     all permissions of other users.
@@ -267,7 +267,7 @@ def _key(compiler: list[str]) -> str:
 
 
 def _cpu() -> str:
-    """Return a text of the CPU's model and features, on which -march=native depends."""
+    """Return the CPU's model and features as text; code compiled for this CPU depends on them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

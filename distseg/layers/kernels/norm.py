@@ -25,8 +25,8 @@ _TYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "b
 class Affine(NamedTuple):
     """Affine map and activation: z = scale * (x - pivot) + bias, y = z if z > 0 else slope * z.
 
-    This is what a norm computes once its statistics are known. Pivot, scale and bias are vectors
-    (C,). With slope 1 there is no activation.
+    A norm layer computes this formula once its statistics are known. Pivot, scale and bias are
+    vectors (C,). With slope 1 there is no activation.
     """
 
     pivot: Tensor
@@ -107,7 +107,7 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
 def gradient(
     g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor
 ) -> Tensor:
-    """Write the gradient of :func:`forward`'s input, statistics included, to ``out``.
+    """Write to ``out`` the gradient of a norm's input, which includes that through the statistics.
 
     It is scale * g' on all pixels, plus tilt * (x - pivot) + shift on the pixels inside ``own``.
     :func:`sums` explains g'.
@@ -127,7 +127,7 @@ def gradient(
 
 
 class Norm(NamedTuple):
-    """Settings of a norm that computes its statistics from the given images (an active norm).
+    """Settings of a norm layer that computes its statistics from the images it is given.
 
     The images must be whole, not tiles.
 
@@ -149,7 +149,7 @@ class Norm(NamedTuple):
     keys: Sequence[int] | None = None
 
     def rows(self, images: int) -> int:
-        """Return how many rows the statistics of a batch have: 1 in batch norm, else ``images``."""
+        """Return the number of rows of the statistics: 1 in batch norm, else one for each image."""
         return 1 if self.joint else images
 
 
@@ -235,7 +235,7 @@ def norm_backward(
 
 
 class _Plan(NamedTuple):
-    """Arguments of a kernel for whole images, without the addresses of tensors.
+    """Arguments of a compiled kernel for whole images, except the addresses of tensors.
 
     Attributes:
         images: the number of images as the kernel sees them. It is 1 for a batch that the kernel
@@ -309,7 +309,7 @@ def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
 
 
 def _widened(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return a parameter, contiguous, in the dtype in which the kernel computes an image ``x``.
+    """Return a contiguous copy of a parameter, in the dtype that the kernel needs for ``x``.
 
     This dtype is float64 for an image in float64, else float32. A parameter of None stays None.
     """
@@ -329,7 +329,7 @@ def _address(x: Tensor | None) -> int | None:
 
 @cache
 def _function(name: str, dtype: torch.dtype):
-    """Return the library's function for a kernel of whole images, with its argument types."""
+    """Return the compiled function ``name`` for this dtype, with its argument types set."""
     found = getattr(library(), f"{name}_{_TYPES[dtype]}")
     structures, batches, arrays = {"norm_forward": (4, 2, 8), "norm_backward": (5, 3, 7)}[name]
     found.argtypes = (
@@ -347,7 +347,7 @@ def _call(
     outputs: Sequence[Tensor] = (),
     own: Box | None = None,
 ) -> None:
-    """Call a kernel that reads and writes tensors of pixels, such as a gradient and an image.
+    """Call a compiled kernel that reads and writes images and other tensors of their shape.
 
     Args:
         name: the name of the kernel without its dtype, such as ``forward``.
@@ -418,7 +418,7 @@ def _into(out: Tensor, written: Tensor) -> Tensor:
 def _in_runs(x: Tensor, last: bool) -> Tensor:
     """Return ``x`` if its rows are contiguous in memory, otherwise a contiguous copy.
 
-    A row holds pixels with all their channels if ``last`` is True, else the pixels of one channel.
+    A row holds adjacent pixels: all their channels if ``last`` is True, else one channel.
     """
     channels, width = x.shape[1], x.shape[-1]
     # A row of one pixel is contiguous in both layouts, whatever its stride.

@@ -32,7 +32,7 @@ _CACHED = 1 << 17  # number of values that fit into a CPU's cache
 def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
     """Write y, the result of an affine map and activation, to ``out`` and return ``out``.
 
-    Arguments as for :func:`distseg.layers.kernels.norm.forward`.
+    The arguments are those of :func:`distseg.layers.kernels.norm.forward`.
     """
     y = out.copy_(_normalised(x, affine)) if out is x else _normalised(x, affine, out)
     return y if affine.slope == 1 else F.leaky_relu_(y, affine.slope)
@@ -41,9 +41,9 @@ def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
     """Return the sums of g' and of g' * (x - pivot) over all pixels, (C,) float64 each.
 
-    g' is the gradient before the activation. pivot is the vector (C,) that the affine map
-    subtracts from x, such as the mean (:class:`distseg.layers.kernels.norm.Affine`). Arguments as
-    for :func:`distseg.layers.kernels.norm.sums`.
+    g' is the gradient before the activation. pivot is the vector (C,) that the affine map subtracts
+    from x, such as the mean (:class:`distseg.layers.kernels.norm.Affine`). The arguments are those
+    of :func:`distseg.layers.kernels.norm.sums`.
     """
     scale, _, pivot, one = _parameters(x, affine)
     fixed = scale, pivot, one, pivot, one, False, 0.0, [False, True, True]
@@ -60,9 +60,10 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
 def gradient(
     g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor
 ) -> Tensor:
-    """Write the gradient of :func:`forward`'s input, statistics included, to ``out``.
+    """Write to ``out`` the gradient of a norm's input, which includes that through the statistics.
 
-    It is scale * g' on all pixels, plus tilt * (x - pivot) + shift inside ``own``. Arguments as for
+    It is scale * g' on all pixels, plus tilt * (x - pivot) + shift inside ``own``, where g' is the
+    gradient before the activation. The arguments are those of
     :func:`distseg.layers.kernels.norm.gradient`.
     """
     scale, _, pivot, _ = (_shaped(v, x) for v in _parameters(x, affine))
@@ -86,7 +87,7 @@ def _with_tilt(
     shift: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return scale * g + tilt * (x - pivot) + shift, written to ``out`` if it is given.
+    """Return scale * g + tilt * (x - pivot) + shift; if ``out`` is given, write the result to it.
 
     Args:
         g: the gradient before the activation, (1, C, *size).
@@ -114,7 +115,7 @@ def _rounded_once(function: Callable[..., Tensor], *operands: Tensor, out: Tenso
 
 
 def _normalised(x: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
-    """Return scale * (x - pivot) + bias, without activation, written to ``out`` if it is given."""
+    """Return scale * (x - pivot) + bias; if ``out`` is given, write the result to it."""
     scale, bias, pivot, one = _parameters(x, affine)
     into = {} if out is None else {"out": (out, torch.empty_like(pivot), torch.empty_like(pivot))}
     return torch.native_batch_norm(x, scale, bias, pivot, one, False, 0.0, 0.0, **into)[0]
@@ -133,7 +134,7 @@ def _before_activation(g: Tensor, x: Tensor, affine: Affine) -> Tensor:
 
 
 def _parameters(x: Tensor, affine: Affine) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return weight, bias, mean and variance with which a batch norm computes an affine map.
+    """Return (weight, bias, mean, variance) with which ``F.batch_norm`` computes an affine map.
 
     Weight, bias and mean are the map's scale, bias and pivot; the variance is 1. All are vectors
     (C,), in float64 if ``x`` is float64, else in float32.
@@ -149,7 +150,7 @@ def _shaped(v: Tensor, x: Tensor) -> Tensor:
 
 
 def _parts(*images: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut images along dim 2, all at the same rows, and yield one part of each image at a time.
+    """Cut images along dim 2 at the same rows; yield a tuple with one part of each image at a time.
 
     On a CPU, a part is so small that it stays in the cache. On a GPU, each image is one part.
 
@@ -163,9 +164,9 @@ def _parts(*images: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _rows_of_chunk(x: Tensor) -> int:
-    """Return how many rows (positions along dim 2) of ``x`` one kernel call may sum.
+    """Return how many rows (positions along dim 2) of ``x`` one call of a kernel may sum.
 
-    These are all rows, but only a few in float64 on a CPU, whose long sums would lose digits.
+    The number is that of all rows, except in float64 on a CPU: there, long sums would lose digits.
     """
     by_parts = x.dtype == torch.float64 and x.device.type == "cpu"
     return max(1, _CHUNK // x[0, 0, 0].numel()) if by_parts else x.shape[2]

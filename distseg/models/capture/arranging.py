@@ -40,7 +40,7 @@ def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
 
 
 def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
-    """Return the error for the current call, a reshape of ``x`` that is not supported."""
+    """Return the error to raise for the current call, an unsupported reshape of ``x``."""
     return reader.refusal(
         f"turns {x!r} into a tensor of shape {reader.call.shapes[0]}, which mixes images, channels "
         f"and positions, or cuts the image into windows; supported: reshape channels only, or "
@@ -49,7 +49,7 @@ def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
 
 
 def spread(reader: Reader, x: Value, **settings) -> Value:
-    """Return the map that the current call makes by repeating a vector or a line.
+    """Add layers for the current call, which repeats a vector or a line over a map; return the map.
 
     Examples of such calls are ``mean.expand_as(x)`` and ``F.interpolate(pooled, size)``. A line is
     a vector whose length follows the image's size, such as row means.
@@ -101,7 +101,7 @@ def _over(
     grid: Sequence[int],
     settings: dict,
 ) -> Value:
-    """Spread a vector of the image over the positions of a feature map.
+    """Add a layer that repeats a vector of the image at all positions of a map; return its output.
 
     Args:
         x: the vector.
@@ -122,7 +122,7 @@ def _over(
 class _Expanded:
     """Callable that expands a tensor (N, ...) to (N, *lengths), as ``Tensor.expand`` does.
 
-    It is a class so that layers with it can be pickled.
+    It is a class, not a lambda, so that layers with it can be pickled.
     """
 
     __name__ = "expand"
@@ -151,7 +151,7 @@ def expanded(reader: Reader, x: Value) -> Value:
 
 
 class _Lengthened:
-    """Callable that expands a tensor to ``lengths``; an entry of -1 keeps the dim's length."""
+    """Callable that expands a tensor to the shape ``lengths``; an entry -1 keeps a dim's length."""
 
     __name__ = "expand"
 
@@ -173,7 +173,7 @@ def _follows(reader: Reader) -> bool:
 
 
 def parts(reader: Reader, x: Any, args: tuple, dim: int) -> tuple[Value, ...]:
-    """Return the parts into which the current call splits the channels of ``x``.
+    """Add layers for the current call, which splits the channels of ``x``; return the parts.
 
     Args:
         args: all arguments of the call.
@@ -193,7 +193,7 @@ def over_channels(
     dim: Any,
     why: str = "runs over positions of the image; supported: over channels",
 ) -> Value:
-    """Return the result of the current call, such as ``cumsum``, which runs along channels.
+    """Add a layer for the current call, such as ``cumsum``, along channels; return its output.
 
     Args:
         args: all arguments of the call.
@@ -209,7 +209,7 @@ def over_channels(
 
 
 def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
-    """Return ``x[index]``, where the index selects channels.
+    """Add a layer for ``x[index]``, where the index selects channels, and return its output.
 
     Args:
         index: one entry for each indexed dim of the user's tensor, as in user code.
@@ -269,7 +269,7 @@ def _entries(reader: Reader, x: Value, index: tuple) -> list | None:
 
 
 def cut_to(reader: Reader, x: Value, index: Sequence) -> Value | None:
-    """Return ``x[index]`` for an index that crops ``x`` to the size of another map.
+    """Add a layer for ``x[index]``, a crop of ``x`` to another map's size; return its output.
 
     The index must remove cells at the end of spatial dims, as in ``x[:, :, :h, :w]``. Return None
     if it does anything else, or if no map has the size of the result.
@@ -314,7 +314,7 @@ def _whole_index(index: tuple, rank: int) -> list | None:
 
 
 def filled_up(reader: Reader, x: Value, pad: tuple) -> int | None:
-    """Return m if ``pad`` pads the end of each spatial dim so that its size is a multiple of m.
+    """Return m if ``pad`` pads each spatial dim at its end to a multiple of m.
 
     For example, m is 32 if user code pads images so that 32 divides their height and width. Return
     None if the padding is the same for all image sizes, or follows another rule.
@@ -347,7 +347,7 @@ _LARGEST_MULTIPLE = 256
 
 
 def whole(reader: Reader, kernel: Any, x: Value) -> bool:
-    """Return True if a pooling kernel covers the whole map ``x`` for each traced image size.
+    """Return True if a pooling kernel covers the whole map ``x``, for each traced image size.
 
     Args:
         kernel: the kernel size, a number or a tuple.

@@ -52,7 +52,7 @@ def _entries(x: Value, index: tuple) -> list[tuple[int, Any]] | None:
 
 
 def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
-    """Return ``x`` after the assignment ``x[index] = value``.
+    """Add layers for the assignment ``x[index] = value``, and return the changed ``x``.
 
     Args:
         value: a number, a vector of the image, or a map of the size of the selected part.
@@ -116,7 +116,7 @@ def _as_slice(reader: Reader, entry: Any) -> slice:
 
 
 def _part(reader: Reader, x: Value, index: tuple) -> Value:
-    """Return the channels of ``x`` that an index selects, at all positions.
+    """Add a layer that takes the channels of ``x`` that an index selects; return its output.
 
     Args:
         reader: the reader of the trace.
@@ -133,10 +133,10 @@ def _part(reader: Reader, x: Value, index: tuple) -> Value:
 def _put(
     reader: Reader, x: Value, part: Value, wanted: dict[int, Sequence[slice]], value: Value
 ) -> Value:
-    """Return ``value`` as a map of the size of ``x``, moved to the assigned positions.
+    """Add layers that move the cells of ``value`` to the assigned positions in a map like ``x``.
 
-    The numbers at other positions are not defined, and the caller does not use them. If ``value``
-    is a vector, return a vector, because it is the same at all positions.
+    Return this map. Its numbers at other positions are not defined, and the caller does not use
+    them. If ``value`` is a vector, return a vector, because it is the same at all positions.
 
     Args:
         x: the map to which user code assigns.
@@ -187,7 +187,7 @@ def _put(
 
 
 class _Filled:
-    """Callable ``(mask, x)`` that returns ``x`` with ``number`` where the bool mask is True."""
+    """Callable ``(mask, x)`` that returns ``x`` with ``number`` where the bool tensor is True."""
 
     __name__ = "where"
 

@@ -35,7 +35,7 @@ ATTENTION = (
 def attention(
     reader: Reader, query: Any, key: Any, value: Any, bias: Any, scale: float | None, weights: bool
 ) -> tuple[Value, Value | None]:
-    """Return the result of scaled dot product attention, and its weights.
+    """Add layers for scaled dot product attention; return the result and the attention weights.
 
     Args:
         query: (..., queries, channels).
@@ -79,7 +79,7 @@ def attention(
 
 
 def _common(reader: Reader, each: Sequence[Axes]) -> Axes:
-    """Return the meaning of the leading dims, such as images and heads, of an attention's result.
+    """Return the axes of the leading dims of an attention's result, such as images and heads.
 
     Leading dims are all but the last two. Those of queries, keys and values are broadcast.
 
@@ -152,7 +152,7 @@ def scaled_dot_product(
     scale=None,
     enable_gqa=False,
 ) -> Value:
-    """Add layers for a call of ``F.scaled_dot_product_attention``, and return its result.
+    """Add layers for a call of ``F.scaled_dot_product_attention``, and return the result.
 
     The arguments are those of the call.
     """
@@ -199,7 +199,7 @@ def multi_head(
     average_attn_weights=True,
     is_causal=False,
 ) -> tuple[Value, ...]:
-    """Add layers for a call of ``F.multi_head_attention_forward``, and return its results.
+    """Add layers for a call of ``F.multi_head_attention_forward``, and return the results.
 
     The arguments are those of the call. The result is (attention's result,), or (attention's
     result, attention weights) if ``need_weights`` is True.

@@ -28,7 +28,7 @@ In them, a :class:`ByType` stands for each number that depends on a tensor's typ
 
 
 def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
-    """Return the arguments of calls that are numbers and depend on the dtype: ``finfo.eps``.
+    """Find the numbers in arguments of calls that depend on the dtype, such as ``finfo.eps``.
 
     Args:
         traces: a trace (the recorded calls of a forward pass) for each dtype, of images of one
@@ -123,7 +123,7 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
 
 
 def _put(call: Called, tree: Any, typed: Any) -> Any:
-    """Return an argument with each :class:`ByType` of ``typed`` in its place.
+    """Return the argument ``tree`` with numbers replaced by the :class:`ByType` in ``typed``.
 
     Args:
         call: the call, for messages.

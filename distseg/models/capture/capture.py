@@ -86,7 +86,7 @@ def hook_on_gradients(model: nn.Module) -> str | None:
 
 
 def _is_supported(layer: nn.Module) -> bool:
-    """Return True if a layer can be computed on parts of an image as it is, without a capture.
+    """Return True if distseg can compute a layer on parts of an image without a capture.
 
     Return False for a modified layer, such as one with hooks.
     """
@@ -102,7 +102,7 @@ def _is_supported(layer: nn.Module) -> bool:
 
 
 def _is_made_of_functions(kind: type) -> bool:
-    """Return True if modules of a class call PyTorch functions, of which a capture makes layers.
+    """Return True if a capture makes layers of the function calls in modules of this class.
 
     Such classes are those of ``torch.nn.modules.activation`` and LocalResponseNorm, which call for
     example ``F.softmax``. Pointwise activations are among them, although they also work on a part
@@ -339,7 +339,7 @@ def _in_other_types(
 
 
 def _channels_to_try(model: nn.Module) -> list[int]:
-    """Return the numbers of image channels to try if the model has not been given an image yet.
+    """Return the numbers of image channels to try, for a model whose number is not known.
 
     The first number is the most likely one (:func:`distseg.models.bands.bands_of`). Up to four
     others come from the model's convolutions, because any of them may be called first.

@@ -41,13 +41,14 @@ _DIFFERS = {
 
 
 class TooSmall(CanNotCapture):
-    """Error for a module that fails on an image, perhaps because the image is too small."""
+    """Error for a module that fails on a test image, perhaps because the image is too small."""
 
 
 class _Wide(TorchFunctionMode):
-    """``TorchFunctionMode`` for the comparison: user code computes in float64 and without dropout.
+    """``TorchFunctionMode`` in which user code computes in float64 and without dropout.
 
-    Casts to float32 are ignored. In training mode, dropout and stochastic depth keep everything.
+    In this mode the user's module is compared with the captured network. Casts to float32 are
+    ignored. In training, dropout keeps all values and stochastic depth keeps all images.
 
     Args:
         training: True if the module is in training mode.
@@ -86,8 +87,8 @@ def check_same(
 
     Args:
         model: the user's module.
-        network_of: function from a copy of the module to the captured network with that copy's
-            weights.
+        network_of: function that takes a copy of the module and returns the captured network with
+            the weights of this copy.
         channels, size: shape of the images (2, channels, *size).
 
     Raises:
@@ -117,7 +118,7 @@ def check_same(
 
 
 def doubled(model: nn.Module) -> nn.Module:
-    """Return a copy of a module in float64, with noise added to parameters of equal elements.
+    """Return a copy of a module in float64, with noise in parameters whose elements are all equal.
 
     Without the noise, a parameter whose elements are all zero would hide errors in the tensors with
     which it is multiplied. Integer and bool tensors keep their dtype.
@@ -175,7 +176,7 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
 
 
 def _result(image: Tensor, module: nn.Module) -> Any:
-    """Return the result of ``module`` for ``image`` in float64, without dropout in training mode.
+    """Return the result of ``module`` for ``image``, in float64 and without dropout.
 
     Raises:
         Hidden: the pass still draws random numbers, or reads the machine's state, such as clocks
@@ -219,7 +220,7 @@ def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any 
 def _close(wanted: Tensor, found: Tensor, tolerance: float) -> bool:
     """Return True if ``found`` differs from ``wanted`` by at most a tolerance.
 
-    Return True too if ``wanted`` has infinities or NaN, which cannot be compared.
+    Also return True if ``wanted`` has infinities or NaN, which cannot be compared.
 
     Args:
         tolerance: the largest difference, divided by the largest absolute number in ``wanted``.

@@ -27,10 +27,11 @@ CASTS = {"to", "type_as", "type", "float", "double", "half", "bfloat16", "long",
 
 
 def constant_of(calls: Sequence[Called], made: Made) -> Tensor | None:
-    """Return the constant tensor that a recorded call makes, such as ``torch.ones(1, c, 1, 1)``.
+    """Compute the constant tensor that a recorded call makes, such as ``torch.ones(1, c, 1, 1)``.
 
     The tensor is on the CPU. Return None if it depends on the image's values, on a parameter or on
-    random numbers. A tensor that depends on the image's size is returned as it is in this trace.
+    random numbers. A tensor that depends on the image's size is returned as it is for this trace's
+    size.
 
     Args:
         calls: the calls of a trace.
@@ -56,7 +57,7 @@ def constant_of(calls: Sequence[Called], made: Made) -> Tensor | None:
 
 
 def _called(call: Called, args: tuple, kwargs: dict | None = None) -> Tensor | None:
-    """Return the result of a call on constant arguments; None if an argument is not constant."""
+    """Run a recorded call on constant arguments; return None if an argument is not constant."""
     kwargs = {
         name: x
         for name, x in (call.kwargs if kwargs is None else kwargs).items()
@@ -72,7 +73,7 @@ def _called(call: Called, args: tuple, kwargs: dict | None = None) -> Tensor | N
 
 
 def _filled(tree: Any, values: dict) -> Any:
-    """Return the arguments of a call with tensors from ``values`` in place of references."""
+    """Return the arguments of a call in which ``values[r]`` replaces each tensor reference r."""
     if isinstance(tree, Made):
         return values[tree]
     if isinstance(tree, tuple):

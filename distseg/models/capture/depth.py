@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Depth:
-    """Length and kernel settings of a convolution along the dim D of maps (N, C, D, *size).
+    """A convolution's settings along the dim D of maps (N, C, D, *size), and the length of D.
 
     D has a fixed length and is no dim of the image. A layer of the captured network computes such a
     map as (N, C * D, *size).
@@ -96,14 +96,15 @@ class Depth:
 
 
 def _of_all_places(weight: Tensor, depth: Depth) -> Tensor:
-    """Return the layer's weight (O * after, I * before, *kernel), made of the user's weight.
+    """Return the weight (O * after, I * before, *kernel) of the layer that replaces a convolution.
 
-    It holds the user's kernel once for each output position along D, and zeros elsewhere.
+    The user's convolution takes maps (N, C, D, *size), the layer takes maps (N, C * D, *size). The
+    weight holds the user's kernel once for each output position along D, and zeros elsewhere.
 
     Args:
         weight: the user's weight (O, I, length, *kernel), where ``length`` is the kernel's length
             along D.
-        depth: the lengths of D before and after, and the kernel's settings along D.
+        depth: the lengths of D before and after the convolution, and the kernel's settings along D.
     """
     made = weight.new_zeros(
         weight.shape[0], depth.after, weight.shape[1], depth.before, *weight.shape[3:]
@@ -193,10 +194,10 @@ def _three(setting: Any, dims: int) -> Any:
 def over_depth(
     reader: Reader, rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
 ) -> Value:
-    """Return the result of a batch norm that treats each position of ``x`` along D as an image.
+    """Add layers for a batch norm that treats each position of ``x`` along D as an image.
 
     Args:
-        rule: the function that makes a batch norm of maps (N, C, *size).
+        rule: the function that adds a layer for a batch norm of maps (N, C, *size).
         x: the map (N, C, D, *size).
         args, kwargs: the arguments of the user's call.
     """

@@ -59,9 +59,9 @@ _GLOBAL = {
 
 
 def global_generators() -> list[Slot]:
-    """Return a slot for each global random generator of PyTorch, NumPy and Python.
+    """Return a :class:`Slot` for each global random generator of PyTorch, NumPy and Python.
 
-    A slot is the place of one value in a snapshot of a module's state.
+    A slot names one value in a snapshot of a module's state.
     """
     return [
         Slot(f"the module {name}", {_GENERATOR: generator}, _GENERATOR)
@@ -79,9 +79,10 @@ def is_generator(slot: Slot) -> bool:
 
 @contextmanager
 def system_draws(note: Callable[[str], None]) -> Iterator[None]:
-    """Call ``note(line)`` when user code in the context takes random numbers from the system.
+    """Call ``note(line)`` when user code in the context draws random numbers from the system.
 
-    For example, creating a generator without a seed does so. ``line`` is the line of user code.
+    For example, a generator that is created without a seed does so. ``line`` is the line of user
+    code.
     """
     thread, seed, draw = threading.get_ident(), random.Random.seed, os.urandom
 

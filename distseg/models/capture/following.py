@@ -10,7 +10,7 @@ from distseg.tiling.resize import Follow
 
 
 class Sized(Protocol):
-    """Object with ``sizes``, the size of a map in each trace."""
+    """Interface of objects with ``sizes``, the size of a map for each traced image size."""
 
     sizes: tuple[tuple[int, ...], ...]
 
@@ -21,15 +21,15 @@ T = TypeVar("T", bound=Sized)
 def followed(
     sizes: Sequence[tuple[int, ...]], first: T, maps: Iterable[T]
 ) -> tuple[T, list[Follow]] | None:
-    """Find a map whose size explains ``sizes``; return it, and one rule for each spatial dim.
+    """Find a map and formulas that compute ``sizes`` from its size, one for each spatial dim.
 
     Along each dim, the size may be constant, equal to the map's size, a fraction of it, or the
-    map's size rounded to a multiple. Return None if no rule fits.
+    map's size rounded to a multiple. Return (map, formulas), or None if no formula fits.
 
     Args:
-        sizes: the size to explain, in each trace.
-        first: the map to return if several maps have equally simple rules, or if ``sizes`` is the
-            same in all traces. A map that has exactly these sizes comes before it.
+        sizes: the size to compute, for each traced image size.
+        first: the map to return if several maps have equally simple formulas, or if ``sizes`` is
+            the same in all traces. A map that has exactly these sizes comes before it.
         maps: all maps, in the order in which the network makes them. The first is the image.
     """
     if len(set(sizes)) == 1:
@@ -46,12 +46,12 @@ def followed(
 
 
 def _effort(found: tuple[Sized, list[Follow]]) -> int:
-    """Return a number that is larger for more complicated rules.
+    """Return a number by which formulas are compared; it is larger for more complicated ones.
 
-    :func:`followed` takes the simplest rules, because complicated rules may fit by chance.
+    :func:`followed` takes the simplest formulas, because complicated ones may fit by chance.
 
     Args:
-        found: a map, and a rule for each spatial dim.
+        found: a map, and a formula for each spatial dim.
     """
     return sum(
         rule.times + (rule.over if rule.unit == 1 else 2) + (rule.times and rule.plus != 0)
@@ -60,7 +60,7 @@ def _effort(found: tuple[Sized, list[Follow]]) -> int:
 
 
 def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
-    """Return the simplest rule by which ``after`` follows ``before``; None if there is none.
+    """Return the simplest formula that computes ``after`` from ``before``; None if none fits.
 
     Args:
         before, after: the sizes of two maps along one dim, in each trace.
@@ -78,9 +78,9 @@ def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
 
 
 def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
-    """Return the rule by which ``after`` is ``before`` rounded to a multiple of some number.
+    """Return a formula that rounds ``before`` to a multiple of a number and so gives ``after``.
 
-    Return None if no rule fits, or if both sizes differ by the same number in all traces.
+    Return None if no formula fits, or if both sizes differ by the same number in all traces.
 
     Args:
         before, after: the sizes of two maps along one dim, in each trace.

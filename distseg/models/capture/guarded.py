@@ -28,10 +28,11 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 def guarded(
     model: nn.Module, images: int, moves: Collection[str] = (), apart: bool = False
 ) -> nn.Module:
-    """Replace the forward of a module's dropouts and norms, in place; return the module.
+    """Replace ``forward`` of all dropouts and norms in a module, in place; return the module.
 
-    Dropouts return their input. Norms restore their running statistics after the call. Layers for
-    stochastic depth (:class:`distseg.models.layers.DropImage`) keep every image.
+    The module can then be checked for other random numbers and changes of state. Dropouts return
+    their input. Norms restore their running statistics after the call. Layers for stochastic depth
+    (:class:`distseg.models.layers.DropImage`) keep every image.
 
     Args:
         images: number of images in a pass. A dropout refuses an input with another length of dim 0;
@@ -70,7 +71,7 @@ def moving_norms(model: nn.Module) -> Iterator[str]:
 
 
 class Readings(TorchFunctionMode):
-    """``TorchFunctionMode`` that notes in ``first`` the first call that reads running statistics.
+    """``TorchFunctionMode`` that stores in ``first`` the first call that reads running statistics.
 
     ``first`` is a description of the call, such as its name and line; None if there was no such
     call. Calls of ``F.batch_norm`` are ignored.
@@ -107,9 +108,9 @@ class Readings(TorchFunctionMode):
 
 
 def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
-    """Return the input of a dropout layer unchanged; refuse one that is no batch of the images.
+    """Return the input of a dropout layer unchanged; refuse it if it is no batch of the images.
 
-    It replaces ``forward`` of dropout layers in the trace.
+    This function replaces ``forward`` of dropout layers while a module is checked.
 
     Args:
         layer: the dropout layer.
@@ -154,7 +155,7 @@ _called: WeakSet[nn.Module] = WeakSet()
 
 
 def _unmoved(layer: nn.Module, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run a norm, and restore its running statistics if it is in training mode.
+    """Run a norm layer, and undo its update of running statistics if it is in training mode.
 
     Raises:
         Hidden: the norm is called in evaluation mode after a call in training mode.

@@ -34,7 +34,7 @@ def convolved(
     dilation: Any,
     groups: Any,
 ) -> Value:
-    """Return the convolution of each image with its own weight, (1, N * C', *size).
+    """Add layers that convolve each image with its own weight; return (1, N * C', *size).
 
     The arguments are those of the user's ``F.conv2d`` (or 1d, 3d). User code holds the N images of
     the batch side by side in the channels. In the shapes, G is the number of groups into which the
@@ -94,7 +94,7 @@ def convolved(
 def _padding(
     reader: Reader, padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the padding of a convolution along each dim, on each side the same."""
+    """Return a convolution's padding along each dim as a number of cells, equal on both sides."""
     if padding == "valid":
         return (0,) * reader.dims
     if padding == "same":

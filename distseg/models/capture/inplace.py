@@ -17,7 +17,7 @@ def _property(name: str, x: Tensor, *_) -> Tensor:
 
 
 def out_of_place(function: Callable) -> Callable:
-    """Return the function that computes the same as an in-place function, but in a new tensor.
+    """Return the function that does the same as an in-place function but returns a new tensor.
 
     For example, return ``Tensor.add`` for ``Tensor.add_``. Return any other function unchanged,
     except that the getter of a property becomes a function that reads the property.

@@ -82,7 +82,7 @@ def _line_axis(axis: Axis) -> Axis:
 
 
 def turned_line(reader: Reader, x: Value, order: Sequence[int]) -> Value:
-    """Return a line or a vector with its dims permuted to ``order``."""
+    """Permute the dims of a line or vector to ``order``, and return it."""
     axes = tuple(x.axes[d] for d in order)
     moved = [d for d in order if not x.axes[d].lone and not x.axes[d].batch]
     if moved == sorted(moved) and not any(axis.batch and not axis.lone for axis in axes):
@@ -93,7 +93,7 @@ def turned_line(reader: Reader, x: Value, order: Sequence[int]) -> Value:
 class Turned:
     """Callable that permutes the dims of a tensor to ``order``.
 
-    It is a class so that layers with it can be copied and pickled.
+    It is a class, not a lambda, so that layers with it can be copied and pickled.
     """
 
     __name__ = "permute"
@@ -152,8 +152,8 @@ def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
 
     Args:
         like: a map of the size to which the line is repeated. Its numbers are not used.
-        target: the meaning of each dim of the tensor in user code that the line is combined with.
-            The result has the same spatial dims.
+        target: the axes of the tensor with which user code combines the line. The result has the
+            same spatial dims.
 
     Raises:
         CanNotCapture: ``x`` belongs to a map of another size, or its dims do not match ``target``.
@@ -204,7 +204,7 @@ def _fits(axis: Axis, beside: Axis) -> bool:
 
 
 def expanded_line(reader: Reader, x: Value, target: Axes) -> Value:
-    """Return the map to which the current call expands the line ``x``.
+    """Add a layer for the current call, which expands the line ``x`` to a map; return the map.
 
     Args:
         target: the axes of this map.
@@ -279,7 +279,7 @@ def number_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
 
 
 def of_trace(tree: Any, number: int) -> Any:
-    """Return a setting as it is in one trace, with plain numbers in place of each ``Sizes``.
+    """Return a setting as it is in one trace: a plain number replaces each ``Sizes`` in it.
 
     Args:
         tree: a setting or nested tuples of settings, such as a kernel size or an index.

@@ -30,7 +30,7 @@ _LARGEST = 64
 
 @dataclass(frozen=True)
 class Rule:
-    """Formula by which a number follows the size of a map.
+    """Formula that computes a number from the size of a map, such as 1 / (h * w).
 
     The number is y = (factor * base ** inner + plus) ** power, or log(y) if ``log`` is True. The
     base is the product of the map's sizes along the spatial dims ``dims``. For example, 1 / (h * w)
@@ -52,7 +52,7 @@ class Rule:
 
 
 def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | None:
-    """Return the simplest rule that fits some numbers; None if no rule does.
+    """Return the simplest formula that computes a number from a map's size; None if none fits.
 
     Args:
         numbers: the number in each trace.
@@ -73,15 +73,15 @@ def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | 
 def _fitted(
     numbers: Sequence[float], sizes: Sequence[Sequence[int]], like: Rule, plain: bool
 ) -> Rule | None:
-    """Return a copy of a rule with ``factor`` and ``plus`` fitted to the numbers of two traces.
+    """Return a copy of a formula with ``factor`` and ``plus`` fitted to the numbers of two traces.
 
     The caller checks whether the result gives the numbers of all traces. Return None if there are
-    too few different sizes to fit it, or if a number cannot come from such a rule.
+    too few different sizes to fit it, or if no ``factor`` and ``plus`` give the numbers.
 
     Args:
         numbers: the number in each trace.
         sizes: the size of the map in each trace.
-        like: the rule, whose ``factor`` and ``plus`` are replaced.
+        like: the formula, whose ``factor`` and ``plus`` are replaced.
         plain: True to fit ``factor`` alone and leave ``plus`` as it is.
     """
     bases = [math.prod(size[d] for d in like.dims) ** like.inner for size in sizes]
@@ -103,7 +103,7 @@ def _fitted(
 
 
 def _at(rule: Rule, size: Sequence[int]) -> float:
-    """Return a rule's number for a size; NaN if there is none, as for a division by 0."""
+    """Evaluate a formula for a map's size; return NaN where it fails, as for a division by 0."""
     try:
         found = rule(size)
     except (ArithmeticError, ValueError):
@@ -112,7 +112,7 @@ def _at(rule: Rule, size: Sequence[int]) -> float:
 
 
 def _rounded(n: float) -> float:
-    """Return the nearest fraction with a small denominator if it is equal to ``n`` up to rounding.
+    """Return the nearest fraction with a small denominator, if ``n`` differs from it by rounding.
 
     Return ``n`` otherwise.
     """
@@ -125,11 +125,11 @@ def _near(a: float, b: float) -> bool:
 
 
 def measured(reader: Reader, args: tuple) -> tuple:
-    """Return a pointwise call's arguments, with vectors in place of numbers that follow a size.
+    """Replace the numbers in a pointwise call that depend on the image's size by layer outputs.
 
     For example, h * w in ``x / (h * w)`` differs between traces. A layer is added that computes
-    this number from the size of a map; its output is the vector. A number that follows no rule
-    stays.
+    this number from the size of a map; its output is a vector. A number for which no formula fits
+    stays. Return the arguments.
 
     Args:
         args: the arguments of the call, such as (x, number).
@@ -145,10 +145,10 @@ def measured(reader: Reader, args: tuple) -> tuple:
 
 
 def _numbers(reader: Reader, x: Any) -> Sizes | None:
-    """Return the value of ``x`` in each trace, if ``x`` is a number that differs between traces.
+    """Return the number ``x`` for each traced image size, if it differs between these sizes.
 
-    A tensor without dims, computed from numbers only, counts as a number. The result is None for
-    anything else, and for a number with the same value in all traces.
+    A tensor without dims, computed from numbers only, counts as a number. Return None for anything
+    else, and for a number that is the same for all sizes.
     """
     if isinstance(x, Sizes):
         return x if all(isinstance(n, (int, float)) for n in x.each) else None
@@ -167,7 +167,8 @@ def _numbers(reader: Reader, x: Any) -> Sizes | None:
 def _vector(reader: Reader, numbers: Sizes, like: Value) -> Value | None:
     """Add a layer that computes a number from the size of a map, and return its output.
 
-    The output is a vector with as many dims as ``like``. Return None if no rule gives the number.
+    The output is a vector with as many dims as ``like``. Return None if no formula gives the
+    number.
 
     Args:
         numbers: the number in each trace.

@@ -58,7 +58,7 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
 
     Raises:
         CanNotCapture: a slice is empty, has the same length in all traces, or has a step and a
-            start that follows the image's size.
+            start that depends on the image's size.
     """
     each = {
         d: [range(size[d])[part] for part, size in zip(parts, x.sizes)]
@@ -176,7 +176,7 @@ def fitted(
 
 
 def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
-    """Return the rule that divides the cells added along one dim between its start and its end.
+    """Find the rule that divides the added cells of one dim between its start and its end.
 
     The result is the ``side`` of :func:`distseg.tiling.resize.in_front`: a word such as "half", or
     a fixed number of cells at the start.
@@ -197,7 +197,7 @@ def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
 
 
 def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Value:
-    """Return the result of ``F.pad`` for a map with its dims in any order.
+    """Add layers for ``F.pad`` of a map whose dims may be in any order; return the result.
 
     Args:
         pad, mode, value: as in ``F.pad``. Numbers in ``pad`` may follow the image's size.
@@ -234,7 +234,7 @@ def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Val
 
 
 def places_taken(reader: Reader, x: Value, index: tuple) -> tuple[Value, tuple]:
-    """Apply those slices of the index of ``x[index]`` that belong to spatial dims.
+    """Add layers for those slices of ``x[index]`` that belong to spatial dims.
 
     Return (sliced map, rest of the index). The rest has ``:`` in place of the applied slices. For
     example, the rest of ``x[:, 0, 2:]`` is (:, 0, :).
@@ -266,9 +266,9 @@ def _place(reader: Reader, x: Value, dim: int) -> int:
 
 
 def differences(reader: Reader, x: Value, n: Any, dim: Any) -> Value:
-    """Return the result of ``torch.diff(x, n, dim)`` along a spatial dim.
+    """Add layers for ``torch.diff(x, n, dim)`` along a spatial dim; return the result.
 
-    Add two slices and a subtraction for each of the ``n`` times.
+    Each of the ``n`` differences takes two slices and a subtraction.
     """
     (dim,) = reader.dims_of(dim, x)
     place = _place(reader, x, dim)

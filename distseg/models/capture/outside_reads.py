@@ -60,15 +60,15 @@ ASKS = (
 
 @contextmanager
 def asked(note: Callable[[str, str], None]) -> Iterator[None]:
-    """Call ``note(name, line)`` when user code in the context reads the machine's state.
+    """Call ``note(name, line)`` when user code in the context reads a clock, a file or the like.
 
-    The machine's state is the clock, the environment, files, the process and the ids of objects.
-    In the current thread, only calls inside :func:`distseg.models.passes.run` are watched; in
-    threads that are started in the context, all calls are watched.
+    Calls count that read the clock, the environment, files, the process or the ids of objects. In
+    the current thread, only calls inside :func:`distseg.models.passes.run` are watched; in threads
+    that are started in the context, all calls are watched.
 
     Args:
-        note: function of the name of the called function, such as ``time.time``, and of the file
-            and line of user code.
+        note: function that takes the name of the called function, such as ``time.time``, and the
+            file and line of user code.
     """
     thread = threading.get_ident()
 
@@ -107,10 +107,10 @@ def asked(note: Callable[[str, str], None]) -> Iterator[None]:
 
 
 def _line_that_asks(frame: FrameType | None, direct: bool, runs: bool) -> str | None:
-    """Return the file and line of user code that makes a call, directly or through a library.
+    """Return the file and line of user code that makes a watched call, directly or by a library.
 
-    Return None if the call does not count: PyTorch or distseg makes it, or a library makes it for
-    messages or tables of its own.
+    A watched call reads the machine's state. Return None if the call does not count: PyTorch or
+    distseg makes it, or a library makes it for messages or tables of its own.
 
     Args:
         frame: the frame that makes the call.

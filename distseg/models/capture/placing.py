@@ -55,10 +55,11 @@ _JOINING = {"cat", "concat", "concatenate", "stack"}
 
 
 def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan | None:
-    """Return the calls to repeat (a plan) for a tensor that depends on the image's size alone.
+    """Return the recorded calls that compute a tensor from the image's size alone, as a plan.
 
-    The tensor may also depend on parameters. Return None if it depends on the image's values or on
-    random numbers, or if it does not depend on the image's size.
+    An example is a map of coordinates. The tensor may also depend on parameters. Return None if it
+    depends on the image's values or on random numbers, or if it does not depend on the image's
+    size.
 
     Args:
         x: reference to the tensor.
@@ -103,7 +104,7 @@ def _follows(reader: Reader, number: int) -> bool:
 
 
 def _looked_at(call: Called) -> list[Made]:
-    """Return those tensors among a call's arguments whose values the call uses.
+    """Return the references to those arguments of a call whose values the call uses.
 
     ``zeros_like(x)``, for example, uses only the size and type of ``x``.
     """
@@ -127,10 +128,10 @@ def _labels(reader: Reader, number: int, part: int, sizes: Sequence[tuple[int, .
 
 
 def _label(lengths: Sequence[int], sizes: Sequence[tuple[int, ...]]) -> int | None:
-    """Return the spatial dim that a dim of a tensor runs along; -1 if it runs along all, flattened.
+    """Return the spatial dim along which a dim of a tensor runs; -1 if it runs along all of them.
 
     The dim is recognized by its length, which equals the map's size along one spatial dim, or the
-    product of all. Return None if it equals neither.
+    product of all sizes (flattened). Return None if it equals neither.
 
     Args:
         lengths: the length of the dim in each trace.
@@ -158,9 +159,10 @@ def _product(size: Sequence[int]) -> int:
 
 
 def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> bool:
-    """Return True if a part of a call's result depends only on the same part of its arguments.
+    """Return True if a tile can run a call on its part of the arguments alone.
 
-    A tile can run such a call, for example a pointwise one, on its part alone.
+    In such a call, for example a pointwise one, a part of the result depends only on the same part
+    of the arguments.
 
     Args:
         number: index of the call in the traces.
@@ -253,7 +255,7 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple) -> Any:
 
 
 def _likes(reader: Reader, beside: Value) -> list[Value]:
-    """Return candidates for the map whose positions a tensor has: one map of each size.
+    """Return one map of each size, as candidates for the map whose positions a tensor has.
 
     A tensor that depends on the image's size alone may have the positions of any of these maps. The
     map of a size is ``beside`` if it has this size and is no vector, else the newest map of the
@@ -267,10 +269,10 @@ def _likes(reader: Reader, beside: Value) -> list[Value]:
 
 
 def _aligned(reader: Reader, labels: Labels, x: Made, beside: Value) -> tuple[Axis, ...] | None:
-    """Return which dim of ``beside`` each dim of a tensor is broadcast with.
+    """Find the dim of ``beside`` with which each dim of a tensor is broadcast.
 
-    The result has an :class:`Axis` for each dim of ``beside``. Return None if the dims of the two
-    cannot be matched.
+    Return the meaning of the tensor's dims, as an :class:`Axis` for each dim of ``beside``. Return
+    None if the dims of the two cannot be matched.
 
     Args:
         labels: for each dim of the tensor, the spatial dim that it runs along.
@@ -374,9 +376,9 @@ def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> 
 
 
 class _Calls:
-    """Callable that returns the recorded calls of a forward pass over images of a given size.
+    """Callable that takes an image size and returns the recorded calls of a pass over such images.
 
-    A deep copy of a layer holds the same callable, because the callable itself is not copied.
+    A deep copy of a layer shares the callable with the original: it is not copied.
     """
 
     def __init__(self, source):

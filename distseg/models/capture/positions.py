@@ -33,7 +33,7 @@ Labels = tuple[int | None, ...]
 
 
 class Number(NamedTuple):
-    """Reference to a number among the arguments of a call, such as ``h`` in ``x / h``.
+    """Reference to a number among the arguments of a recorded call, such as ``h`` in ``x / h``.
 
     Attributes:
         call: index of the call in the trace.
@@ -44,18 +44,20 @@ class Number(NamedTuple):
     way: tuple
 
     def value(self, calls: Sequence[Called]) -> float:
-        """Return the value that the number has in the forward pass that made ``calls``."""
+        """Look up the number in the recorded calls of a forward pass, and return it."""
         kind, key = self.way
         return getattr(calls[self.call], kind)[key]
 
 
 class Marked(NamedTuple):
-    """Reference to the positions of the image that the index of an assignment selects.
+    """Reference to a mask of the positions of the image to which a recorded call assigns.
+
+    For example, ``x[:, :, 1:3] = 0`` assigns to two rows.
 
     Attributes:
         call: index of the assignment in the trace.
-        entries: pairs (spatial dim, place of the dim's entry in the index). For
-            ``x[:, :, 1:3] = 0``, the only pair is (0, 2).
+        entries: pairs (spatial dim, place of the dim's entry in the index). In the example, the
+            only pair is (0, 2).
     """
 
     call: int
@@ -86,11 +88,11 @@ class Plan:
 
     Attributes:
         wanted: reference to the tensor, number or mask to compute.
-        calls: the calls on which it depends, in order.
+        calls: the indices of the calls on which it depends, in order.
         labels: for each result of these calls, the spatial dim that each of its dims runs along
             (:data:`Labels`).
-        cellwise: the calls that a tile can run on its own part of the arguments, such as pointwise
-            calls.
+        cellwise: the indices of the calls that a tile can run on its own part of the arguments,
+            such as pointwise calls.
     """
 
     wanted: Made | Number | Marked
@@ -100,11 +102,11 @@ class Plan:
 
 
 class Positions(LooksAtSize):
-    """Layer that computes values for each position of a map. The values are equal for all images.
+    """Layer that computes values for each position of a map, such as coordinates.
 
-    It maps (N, ?, *size) and the image (N, ?, *image) to (N, C, *size), or to a vector if the
-    values do not differ between positions. Here ? is any number of channels. Of the inputs, only
-    the sizes are used.
+    The values are equal for all images. The layer maps (N, ?, *size) and the image (N, ?, *image)
+    to (N, C, *size), or to a vector if the values do not differ between positions. Here ? is any
+    number of channels. Of the inputs, only the sizes are used.
 
     Args:
         source: function that returns the calls of the user's forward pass for an image size.
@@ -136,7 +138,7 @@ class Positions(LooksAtSize):
     def part(
         self, x: Tensor, image: Sequence[int], size: Sequence[int], places: Sequence[range]
     ) -> Tensor:
-        """Return the part of the layer's result at some positions.
+        """Return the part of the layer's result at the given positions, such as those of a tile.
 
         The result has the dtype of ``x``. It has at least the precision of float32 if its values
         are integers, or under autocast.
@@ -162,7 +164,7 @@ class Positions(LooksAtSize):
         )
 
     def _closed(self, y: Tensor, images: int, size: Sequence[int]) -> Tensor:
-        """Return a result of user code in the form of layers, (N, C, *size) or (N, C, 1, ...).
+        """Rearrange a result of user code to (N, C, *size), or (N, C, 1, ...) without positions.
 
         Args:
             y: the result, with a dim for each of ``axes``.
@@ -245,7 +247,7 @@ class _Values:
         return found.to(self.like.device)
 
     def cut(self, x: Made | Number | Marked) -> Tensor:
-        """Return the tile's part of a tensor or mask, or a number as a tensor.
+        """Return the tile's part of a tensor or mask; return a number as a tensor of shape ().
 
         Args:
             x: reference to the tensor, mask or number.
@@ -303,7 +305,7 @@ class _Values:
         return found if call.graded else [y.detach() for y in found]
 
     def _of_type(self, call: Called, value: Callable[[Made], Tensor]) -> list[Tensor] | None:
-        """Return [result] of a call that only casts or makes a tensor; None for other calls.
+        """Return [result] of a call that casts or makes a tensor; None for other calls.
 
         Examples are ``x.float()``, ``torch.zeros(3)`` and ``x.new_tensor(values)``.
 
@@ -322,7 +324,7 @@ class _Values:
         return None
 
     def _filled(self, tree: Any, value: Callable[[Made], Tensor]) -> Any:
-        """Return the arguments of a call with tensors in place of references."""
+        """Return the arguments of a recorded call, with a tensor in place of each reference."""
         match tree:
             case Made():
                 return value(tree)
@@ -343,7 +345,7 @@ _SETTINGS = ("device", "pin_memory", "requires_grad", "memory_format")
 
 
 def _fill(call: Called) -> Any:
-    """Return the number with which a call fills a tensor, such as 1 for ``torch.ones``.
+    """Return the number with which a recorded call fills a tensor, such as 1 for ``torch.ones``.
 
     Return None for calls that do not fill a tensor with one number.
     """

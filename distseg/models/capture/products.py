@@ -29,7 +29,7 @@ BETWEEN_PLACES = (
 
 
 def matmul(reader: Reader, a: Any, b: Any) -> Value:
-    """Add layers that compute ``a @ b``, and return its value.
+    """Add layers that compute ``a @ b``, and return the result.
 
     Args:
         a, b: maps, vectors or parameters; at least one is computed from the image.
@@ -38,7 +38,7 @@ def matmul(reader: Reader, a: Any, b: Any) -> Value:
 
 
 def added(reader: Reader, x: Any, a: Any, b: Any, beta: float, alpha: float) -> Value:
-    """Add layers that compute ``beta * x + alpha * (a @ b)``, as ``torch.baddbmm`` does."""
+    """Add layers for ``beta * x + alpha * (a @ b)`` (``torch.baddbmm``); return the result."""
     if (made := _summed(reader, a, b)) is None:
         return reader.formula((x, a, b), dict(beta=beta, alpha=alpha))
     return reader.applied(partial(_sum, beta=beta, alpha=alpha), (made, x), "sum", made.axes)
@@ -49,7 +49,7 @@ def _sum(product: torch.Tensor, x: torch.Tensor, beta: float, alpha: float) -> t
 
 
 def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
-    """Add layers for ``a @ b`` if the product sums over all positions, and return its value.
+    """Add layers for ``a @ b`` if the product sums over all positions, and return the result.
 
     Return None if it sums over channels: the caller then adds a layer that computes it at each
     position. Refuse other products, such as those of each position with all others.
@@ -91,7 +91,7 @@ def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
 
 
 def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
-    """Add layers for a call of ``torch.einsum``, and return the value of its result.
+    """Add layers for a call of ``torch.einsum``, and return the result.
 
     Args:
         operands: maps, vectors and parameters; at least one is computed from the image.
@@ -182,7 +182,7 @@ def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[li
 def _axes_of_labels(
     reader: Reader, labels: Sequence[str], operands: Sequence[Any]
 ) -> dict[str, Axis]:
-    """Return the meaning of the dim that each letter of an ``einsum`` equation stands for.
+    """Return, for each letter of an ``einsum`` equation, what the dim means that it stands for.
 
     Args:
         labels: the letters of each operand, such as "nchw".

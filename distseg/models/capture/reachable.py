@@ -60,7 +60,7 @@ _OURS = {"torch", "distseg", "builtins", "numpy", "abc", "typing"}
 
 @dataclass
 class Home:
-    """Class, function or file outside a model whose names the code of a forward pass reads.
+    """Class, function or source file outside a model from which its forward pass reads values.
 
     Attributes:
         owner: name of the class, function or file in messages.
@@ -88,7 +88,7 @@ def homes_of(model: nn.Module) -> list[Home]:
 
 
 def fields_of(x: Any) -> dict[str, Any]:
-    """Return an object's own attributes by name, from ``__dict__`` and from slots."""
+    """Return an object's own attributes by name, from ``__dict__`` and ``__slots__``."""
     found = dict(getattr(x, "__dict__", None) or {})
     return found | {name: getattr(x, name) for name in _slot_names(type(x)) if hasattr(x, name)}
 
@@ -132,7 +132,7 @@ class _Search:
                 self._in_class(space) if isinstance(space, type) else self._in_module(space)
 
     def _look(self, value: Any) -> None:
-        """Queue the objects to which the object ``value`` refers, such as a function's globals.
+        """Visit one object: queue the objects to which it refers, such as a function's globals.
 
         Classes and Python modules are added to ``_spaces``, user functions to ``homes``. An object
         is visited once. Empty containers are skipped.
@@ -164,10 +164,10 @@ class _Search:
             self._in_object(value)
 
     def _in_object(self, value: Any) -> None:
-        """Queue an object's class and attributes, and the items of a container of up to 100 items.
+        """Queue an object's class and attributes, and the items of a container, for the search.
 
-        For objects of libraries, only those of ``nn.Module`` have their class and attributes
-        queued.
+        Containers of more than 100 items are left out. Of the objects of libraries, only modules
+        (``nn.Module``) have their class and attributes queued.
         """
         kind = type(value)
         if isinstance(value, _CONTAINERS) and len(value) <= _FEW:
@@ -182,7 +182,7 @@ class _Search:
             self.follow([value.__wrapped__])
 
     def _in_function(self, function: types.FunctionType) -> None:
-        """Queue what a user's function refers to, and record the globals that it names."""
+        """Queue the objects that a user's function refers to; record the globals that it reads."""
         if not is_users(function.__code__) or is_library(function.__code__.co_filename):
             self.follow([getattr(function, "__wrapped__", None)])
             return
@@ -209,7 +209,7 @@ class _Search:
                 self._note(file, function.__globals__, name, function.__globals__[name])
 
     def _in_class(self, kind: type) -> None:
-        """Queue the values of a class and its bases that user code may read.
+        """Queue those attributes of a class and its bases that user code may read.
 
         These are ``forward``, special methods, and values whose name occurs in code found so far.
         Names of values that may change are recorded in ``homes``.
@@ -250,7 +250,7 @@ class _Search:
                 )
 
     def _note(self, owner: str, holder: Any, name: str, value: Any) -> None:
-        """Queue a value, and record its name in ``homes``.
+        """Queue a value for the search, and record its name in ``homes``.
 
         The name of a function, property, class or Python module is not recorded.
 

@@ -34,7 +34,7 @@ def reduced(
     what: str,
     part: int = 0,
 ) -> Value:
-    """Add layers for a statistic over channels, over positions, or over both; return its value.
+    """Add layers for a statistic over channels, over positions, or over both; return the result.
 
     Args:
         x: the map or vector that the call reduces.
@@ -89,7 +89,7 @@ def over_places(
 
 
 def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]:
-    """Return the dims that ``dim`` names; refuse a statistic that leaves out a spatial dim.
+    """Return the dims that ``dim`` selects, as a tuple; refuse it if it lacks a spatial dim.
 
     Args:
         x: the map that the call reduces.
@@ -118,12 +118,12 @@ def of_image(reader: Reader, x: Value, make: Callable[[], nn.Module], what: str 
 
 
 def _alone(axes: Axes, dims: Sequence[int]) -> Axes:
-    """Return ``axes`` after the dims of channels that ``dims`` lists are reduced to length 1."""
+    """Return the axes of a tensor after a reduction of its channel dims ``dims`` to length 1."""
     return tuple(axis._replace(cell=1) if d in dims else axis for d, axis in enumerate(axes))
 
 
 def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
-    """Return ``vector`` with the dims that the current call's result has in user code.
+    """Give a vector the dims that the current call's result has in user code, and return it.
 
     The two may differ in dims of length 1, such as those that ``keepdim=True`` keeps. Refuse a
     result that differs from ``vector`` in another way.
@@ -155,7 +155,7 @@ def _lengths(axes: Axes) -> list[tuple]:
 def variance(
     reader: Reader, x: Any, dim: Any, correction: float, what: str = "a variance"
 ) -> Value:
-    """Add layers for a variance over spatial dims, and return its value.
+    """Add layers for a variance over spatial dims, and return the result.
 
     The variance may also be over channels, if it is over all spatial dims. The reduced dims are
     kept with length 1.
@@ -194,7 +194,7 @@ def root(x: Tensor) -> Tensor:
 
 
 def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
-    """Add layers for a softmax along ``dim``, which holds positions, and return its value.
+    """Add layers for a softmax along ``dim``, which holds positions, and return the result.
 
     The softmax is computed as exp(x - logsumexp(x)). If the dim holds channels too, as after
     ``x.flatten(1)``, it runs over both.
@@ -216,7 +216,7 @@ def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
 
 
 def beside(reader: Reader, *values: Value) -> tuple:
-    """Return values that can be combined pointwise: lines are repeated to the size of the maps.
+    """Repeat the lines among some values to the size of the maps, so that all can be combined.
 
     A line is a vector whose length follows the size of the image, such as row means.
     """
@@ -232,13 +232,13 @@ def _share(x: Tensor, total: Tensor) -> Tensor:
 
 
 def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
-    """Add layers for a norm over positions, or over positions and channels; return its value.
+    """Add layers for a norm over positions, or over positions and channels; return the result.
 
     The reduced dims are kept with length 1.
 
     Args:
         x: the map.
-        p: the order: a number other than 0, infinity, "fro", or None for 2.
+        p: the order of the norm: a number other than 0, infinity, "fro", or None for 2.
         dim: the dims over which the norm is taken, as user code gives them.
     """
     over = reader.dims_of(dim, x)
@@ -274,7 +274,7 @@ def _less_than_nothing(x: Tensor) -> Tensor:
 
 
 class _Power:
-    """Callable that computes abs(x) ** p."""
+    """Callable that computes ``abs(x) ** p`` of a tensor x."""
 
     __name__ = "power"
 
@@ -286,7 +286,7 @@ class _Power:
 
 
 class _Root(_Power):
-    """Callable that computes x ** (1 / p) for x >= 0. Its gradient at 0 is 0, not infinity."""
+    """Callable that computes ``x ** (1 / p)`` for x >= 0, with the gradient 0 at x = 0."""
 
     __name__ = "root"
 
@@ -298,7 +298,7 @@ class _Root(_Power):
 def _then(
     reader: Reader, vector: Value, function: Callable[..., Tensor] | None, rest: tuple[int, ...]
 ) -> Value:
-    """Reduce a norm that was taken over positions over channels too, and return the result.
+    """Reduce a norm over positions further, over dims of channels, and return the result.
 
     Args:
         vector: the norm over positions, with a number for each channel.
@@ -321,7 +321,7 @@ def _then(
 
 
 def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value:
-    """Add layers for the products of the channels of two maps, summed over all positions.
+    """Add layers for the products of two maps' channels, each summed over all positions.
 
     Return their output, a vector with heads * I * J numbers for each image.
 

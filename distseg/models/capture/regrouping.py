@@ -29,7 +29,7 @@ Lengths = tuple[int, ...]
 
 @dataclass
 class _Piece:
-    """One factor of a dim: images of the batch, channels, or positions along a spatial dim.
+    """One factor of a tensor's dim: the images, channels, or positions along a spatial dim.
 
     For example, a dim of length C * H has two pieces.
 
@@ -47,10 +47,10 @@ class _Piece:
 
 
 def reshaped(reader: Reader, x: Value) -> Value:
-    """Return the result of the current call, which reshapes ``x``; add layers if it moves numbers.
+    """Return the result of the current call, a reshape of ``x``; add layers if needed.
 
-    Numbers move if the captured network holds them in another order than before, as after a split
-    of positions into blocks.
+    Layers are needed if the captured network must hold the numbers in another order than before, as
+    after a split of positions into blocks.
 
     Raises:
         CanNotCapture: the reshape is not supported (:func:`not_reshaped`).
@@ -78,7 +78,7 @@ def reshaped(reader: Reader, x: Value) -> Value:
 
 
 def _in_order(axes: Sequence[Axis]) -> tuple[Axis, ...] | None:
-    """Return the dims before the batch dim of a line, without dims of length 1.
+    """Return the axes of the dims before the batch dim of a line, without dims of length 1.
 
     A line is a vector whose length follows the size of the image, such as row means. A reshape that
     keeps these dims keeps the order in memory: the dims after the batch dim can only be split or
@@ -104,7 +104,7 @@ def regrouped(reader: Reader, x: Value) -> Value | None:
 
 
 def _pieces(reader: Reader, x: Value) -> list[_Piece]:
-    """Return the pieces of all dims of ``x``, in memory order."""
+    """Split the dims of ``x`` into factors: images, channels and positions, in memory order."""
     found = []
     for axis in x.axes:
         if axis.batch:

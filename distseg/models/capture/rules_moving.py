@@ -31,7 +31,7 @@ class Moving:
     """Rules for calls of functions that slice, shift, flip, or use windows and blocks of cells.
 
     Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
-    layers for the reader's current call, and returns the value of the result.
+    layers for the reader's current call, and returns the result, a :class:`Value`.
     """
 
     # parts
@@ -259,9 +259,9 @@ def _unfolded_dim(reader: Reader, x: Value, dimension: int, size: int, step: int
 
 
 def _first_largest(x: Tensor) -> Tensor:
-    """Return for each window of a max pooling the index of its first maximum.
+    """Return, for each window of a max pooling, the index of the first maximum in the window.
 
-    Shapes: (N, C, window, *size) -> (N, C, *size). The index counts the cells of the window.
+    Shapes: (N, C, window, *size) -> (N, C, *size).
     """
     return x.argmax(2)
 

@@ -19,7 +19,7 @@ class Places:
     """Rules for calls of ``F.interpolate`` and ``F.upsample``, which resize maps.
 
     Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
-    layers for the reader's current call, and returns the value of the result.
+    layers for the reader's current call, and returns the result, a :class:`Value`.
     """
 
     def interpolate(
@@ -84,7 +84,7 @@ class Places:
 
 
 def _made(reader: Reader) -> tuple[tuple[int, ...], ...]:
-    """Return the size of the call's result in each trace."""
+    """Return the size of the current call's result for each traced image size."""
     return tuple(call.shapes[0][2:] for call in reader.current)
 
 
@@ -111,7 +111,7 @@ def _by_factor(
 
 
 def _ratio(reader: Reader, x: Value, sizes: Sequence[tuple[int, ...]], factors: Any) -> str:
-    """Return ``RATIO`` if the user's scale factors are new size divided by old size; else refuse.
+    """Check that the user's scale factors are new size / old size, and return ``RATIO``.
 
     :data:`RATIO` tells the layer to compute the factors in this way, for any size.
 

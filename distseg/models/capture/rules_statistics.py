@@ -34,7 +34,7 @@ class Statistics:
     """Rules for calls of reductions, rankings, attention and matrix products.
 
     Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
-    layers for the reader's current call, and returns the value of the result.
+    layers for the reader's current call, and returns the result, a :class:`Value`.
     """
 
     def mean(self: Reader, input, dim=None, keepdim=False):
@@ -74,7 +74,7 @@ class Statistics:
         )
 
     def amin(self: Reader, input, dim=(), keepdim=False):
-        """Add layers for the minimum over some dims; over positions, compute it as -max(-x)."""
+        """Add layers for the minimum over ``dim``; over positions, it is computed as -max(-x)."""
         x = self.value(input)
         if self.of_channels(dim, x):
             return self.formula((x, dim, keepdim), {})
@@ -283,7 +283,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _first(x: torch.Tensor, dim: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    """Return the maximum along a dim, whose gradient goes to the first of equal maxima.
+    """Return the maximum of ``x`` along one dim; the first of equal maxima gets the whole gradient.
 
     Args:
         dim: a tuple with this dim as its only entry.
@@ -296,10 +296,12 @@ def _truth(x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_truth(reader: Reader, x: Any, dim: Any, keepdim: bool, every: bool) -> Value:
-    """Add layers for ``torch.any``, or for ``torch.all`` if ``every`` is True; return their value.
+    """Add layers for ``torch.any`` or ``torch.all`` along ``dim``, and return the result.
 
-    It is 1 for True and 0 for False. True means that some number along ``dim`` is not 0 (any), or
-    that no number is 0 (all).
+    The result is 1 for True and 0 for False.
+
+    Args:
+        every: True for ``torch.all``, False for ``torch.any``.
     """
     x = reader.value(x)
     if reader.of_channels(dim, x):
@@ -317,7 +319,7 @@ def _divided(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _least(reader: Reader, x: Value, dim: Any, largest: Max) -> Value:
-    """Add layers for the minimum over ``dim``, computed as -max(-x), and return its value.
+    """Add layers for the minimum over ``dim``, computed as -max(-x), and return the result.
 
     Args:
         largest: a layer for a maximum. Only its setting ``first`` is read: True if the gradient
@@ -357,11 +359,11 @@ def _correction(reader: Reader, given: tuple, correction: Any) -> tuple[Value, A
 
 
 def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part: int = 0) -> Value:
-    """Add layers for the variance, or the standard deviation if ``rooted`` is True; return it.
+    """Add layers for a variance, or a standard deviation if ``rooted`` is True; return the result.
 
     Args:
         given, correction: as in :func:`_correction`.
-        part: index of this statistic among the call's results.
+        part: index of this result, if the call returns several.
     """
     x, dim, correction, keepdim = _correction(reader, given, correction)
     if reader.of_channels(dim, x):
@@ -381,7 +383,7 @@ def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part
 
 
 def _with_mean(reader: Reader, given: tuple, correction: Any, rooted: bool) -> tuple[Value, Value]:
-    """Add layers for a variance and a mean, and return the values (variance, mean).
+    """Add layers for a variance and a mean, and return the results (variance, mean).
 
     If ``rooted`` is True, return (standard deviation, mean).
 

@@ -92,13 +92,13 @@ GENERATORS = (
 
 
 class TensorPrint(NamedTuple):
-    """Fingerprint (*print*) of a tensor; equal tensors have equal prints (:func:`print_of`).
+    """Fingerprint (*print*) of a tensor, which shows whether a forward pass has changed the tensor.
 
     Attributes:
         shape, dtype, requires_grad: those of the tensor.
         content: a digest of the tensor's numbers. For a large tensor it is the sum of its bytes,
-            its id and its version; for a tensor on the meta device its id and version. In loose
-            prints, id and version are None.
+            its id and its version; for a tensor on the meta device its id and version. Id and
+            version are None if copies of a module are compared.
     """
 
     shape: tuple[int, ...]
@@ -117,7 +117,7 @@ class Slot:
         name: the value's key in ``holder``, such as the name of the attribute.
         field: the module's mapping: ``__dict__``, ``_parameters``, ``_buffers`` or ``_modules``;
             None if the owner is not a module.
-        which: number that distinguishes classes or files of the same name.
+        which: number that distinguishes classes, functions or files of the same name.
     """
 
     owner: str
@@ -128,7 +128,7 @@ class Slot:
 
     @property
     def key(self) -> Hashable:
-        """Key of the slot in a snapshot, equal for the same slot of a copy of the module."""
+        """Key of the slot in snapshots. A copy of the module has a slot with the same key."""
         return (self.owner, self.name, self.which) if self.which else (self.owner, self.name)
 
     @property
@@ -170,11 +170,11 @@ WHOLE = "the model"
 
 @dataclass(frozen=True)
 class Picture:
-    """Snapshot of a module's state: the fingerprint (*print*) of the value of each slot.
+    """Snapshot of a module's state: a fingerprint of each attribute, parameter, buffer and global.
 
     Attributes:
-        slots: the slots by their keys (:attr:`Slot.key`).
-        prints: the print of each slot's value, by the same keys.
+        slots: a :class:`Slot` for each of these values, by :attr:`Slot.key`.
+        prints: the fingerprint (*print*) of each value, by the same keys.
         values: the values, kept alive so that no new object gets the same id.
     """
 
@@ -183,7 +183,7 @@ class Picture:
     values: list[Any]
 
     def changed(self, later: Picture) -> list[Slot]:
-        """Return the slots whose prints differ in a later snapshot of the same module."""
+        """Return the slots whose values have changed in a later snapshot of the same module."""
         keys = dict.fromkeys([*self.prints, *later.prints])
         differ = [
             key for key in keys if self.prints.get(key, _ABSENT) != later.prints.get(key, _ABSENT)
@@ -200,8 +200,9 @@ def picture_of(model: nn.Module, loose: bool = False) -> Picture:
     """Return a snapshot of a module's state.
 
     Args:
-        loose: True to compare two copies of a module: prints then ignore the ids of objects. For
-            tensors on the meta device they have only shape, dtype and ``requires_grad``.
+        loose: True if the snapshot will be compared with that of another copy of the module. It
+            then ignores the ids of objects. Of tensors on the meta device it holds only shape,
+            dtype and ``requires_grad``.
     """
     slots = {slot.key: slot for slot in slots_of(model)}
     values, known = [slot.value() for slot in slots.values()], frozenset(map(id, model.modules()))
@@ -233,7 +234,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 class _Children(Mapping):
-    """Mapping whose only entry has the names and ids of a module's children.
+    """Mapping with a single entry, which holds the names and ids of a module's children.
 
     It lets a :class:`Slot` hold the children as one value, which changes if a child is replaced.
     """
@@ -252,7 +253,7 @@ class _Children(Mapping):
 
 
 class _Itself(NamedTuple):
-    """Wrapper that makes a print hold the id of an object instead of its content."""
+    """Wrapper of an object whose fingerprint is to hold the object's id instead of its content."""
 
     object: Any
 
@@ -273,7 +274,7 @@ def print_of(value: Any, loose: bool = False, known: frozenset[int] = frozenset(
 class Printer:
     """Callable that computes the fingerprint (*print*) of a Python object from its content.
 
-    A call takes the object and the depth to which nested containers and objects are followed.
+    Call it with the object and the depth to which nested containers and objects are followed.
 
     Args:
         loose: True to leave out the ids of objects.
@@ -312,7 +313,7 @@ class Printer:
             self.seen.discard(id(x))
 
     def _inside(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
-        """Return the print of an object's content; ``again`` returns the print of a part of it."""
+        """Return a fingerprint of an object's content; ``again`` computes that of each part."""
         if isinstance(x, _SUBCLASSED):
             if isinstance(x, enum.Enum):
                 return x.name
@@ -355,9 +356,9 @@ class Printer:
         return self._object(x, again)
 
     def _object(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
-        """Return the print of an object without a rule of its own: its attributes, or its content.
+        """Return a fingerprint of an object of any other class, from its attributes or content.
 
-        If it has neither, or is not to be followed, return its id (:meth:`_which`).
+        If it has neither, or if its content must not be looked at, return its id (:meth:`_which`).
         """
         root = type(x).__module__.partition(".")[0]
         if id(x) in self.known or root in _FOREIGN and not isinstance(x, _OPEN):
@@ -370,7 +371,7 @@ class Printer:
         return self._which(x) if content is None else again(content)
 
     def _which(self, x: Any) -> Hashable:
-        """Return the print of an object by identity: its id, or its type's name if ``loose``."""
+        """Return an object's id as its fingerprint, or the name of its type if ``loose``."""
         return type(x).__name__ if self.loose else id(x)
 
     def _tensor(self, x: Tensor) -> TensorPrint:
@@ -385,7 +386,7 @@ class Printer:
 
 
 def _content_of(x: Any) -> Any:
-    """Return data that changes whenever a standard library object changes; None without such data.
+    """Return data that shows if an object of the standard library has changed; None without any.
 
     Four kinds of data are tried, and the first that the object offers is returned: its memory, its
     pickled state, the number of items that an iterator has left, the position in a file.

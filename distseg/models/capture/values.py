@@ -18,12 +18,12 @@ from distseg.models.axes import Axes, Axis, is_line, length_of, places_of, plain
 
 @dataclass(frozen=True)
 class Sizes:
-    """An argument that traces differ in, as it follows the image's size or the batch size.
+    """An argument of a call that depends on the image's size or the number of images.
 
     An example is the number ``n // 2`` in user code, where ``n`` is the height of a map.
 
     Attributes:
-        each: the setting in each trace.
+        each: the argument for each traced image size.
     """
 
     each: tuple
@@ -39,8 +39,8 @@ class Value:
     A value stands for a tensor that user code computes from the image.
 
     Attributes:
-        shapes: (N, C, *size) in each trace. For a vector, ``size`` is the size of a map that it can
-            be combined with.
+        shapes: (N, C, *size) for each traced image size. For a vector, ``size`` is the size of the
+            maps with which it can be combined.
         axes: the meaning of each dim that the tensor has in user code. There the dims may be in
             another order or split, for example (N, H, W, C).
         dtype: the type of the user's tensor if it is not a floating point type, else None.
@@ -56,7 +56,7 @@ class Value:
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Spatial size in each trace; for a vector, that of a map that it can be combined with."""
+        """Spatial size for each traced image size; for a vector, that of the maps it fits to."""
         return tuple(shape[2:] for shape in self.shapes)
 
     @property
@@ -76,7 +76,7 @@ class Value:
 
     @property
     def vector(self) -> bool:
-        """True if no dim has positions of the image, so that every tile has the same numbers."""
+        """True if the value is a vector of the image, which has no positions."""
         return not places_of(self.axes)
 
     @property
@@ -102,7 +102,7 @@ class Value:
 
     @property
     def as_plain(self) -> Value:
-        """Value of the same tensor as (N, C, *size), the form that the layers of a network take."""
+        """The same layer output with the axes (N, C, *size), the form that layers take."""
         return replace(self, axes=plain_axes(self.channels, self.dims), dtype=None, joined=False)
 
     def __repr__(self) -> str:

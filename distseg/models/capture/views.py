@@ -76,10 +76,10 @@ def check_copy(model: nn.Module, copied: nn.Module) -> None:
 
 
 class _Origins(Printer):
-    """Search in the value of a copied model's attribute for parts of the original model.
+    """Search in an attribute of a copied model for parts of the original model.
 
-    Such a part is a layer, parameter or buffer that was not copied. Call the object with the value:
-    the names of the parts that it finds are added to the list ``found``.
+    Such a part is a layer, parameter or buffer that was not copied. Call this object with the
+    attribute's value. It adds the names of the parts to the list ``found``.
 
     Args:
         names: for each layer, parameter and buffer of the original, its name by its ``id``.
@@ -104,8 +104,8 @@ class _Origins(Printer):
 class _Search(Printer):
     """Search in a Python object for NumPy arrays and other objects that ``memoryview`` can read.
 
-    Calling the object with the Python object adds to ``spans``, for each array found, the addresses
-    of its first byte and of the byte after its end.
+    Call this object with the Python object. For each array, it adds to ``spans`` the addresses of
+    the first byte and of the byte after the last.
 
     Args:
         known: ids of modules whose contents are not searched.

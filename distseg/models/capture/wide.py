@@ -31,10 +31,10 @@ def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable,
 
 
 def widened(result: Any, *given: Any) -> Any:
-    """Return ``result`` in float64 if it is a float32 tensor and ``given`` contains no tensor.
+    """Cast a function's float32 result to float64 if no argument of the function is a tensor.
 
-    Such a result, as that of ``torch.ones(3)``, has the precision of the run, which is float64
-    here. Any other result is returned unchanged.
+    An example is ``torch.ones(3)``: it has the precision of the run, which is float64 here. Any
+    other result is returned unchanged.
 
     Args:
         result: what a function returned.

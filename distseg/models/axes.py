@@ -7,7 +7,7 @@ of these.
 
 A *vector* of the image has no positions: every tile has the same value of it. A *line* is a vector
 whose channels hold all positions along some dims of the image, such as the means of all rows. Its
-length follows the size of the image (:data:`Extent`).
+length depends on the size of the image (:data:`Extent`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Axis(NamedTuple):
         batch: True if the images of the batch are part of the dim.
         cell: the number of channels along the dim; 1 if channels are no part of it.
         places: the dims of the image whose positions are part of the dim.
-        whole: used only if the tensor is a line: the extent by which the dim follows the image's
+        whole: used only if the tensor is a line: the extent by which the dim depends on the image's
             size, such as the height for the means of all rows. The length of the dim is ``cell``
             times this extent. Empty if the length does not follow the size.
     """
@@ -94,7 +94,7 @@ def of_images(axes: Axes) -> bool:
 
 
 def is_line(axes: Axes) -> bool:
-    """Return True if a tensor is a line: a vector whose length follows the size of the image."""
+    """Return True if a tensor is a line: a vector whose length depends on the size of the image."""
     return any(axis.whole for axis in axes)
 
 
@@ -157,8 +157,8 @@ def axes_of(
     A trace is a recorded forward pass. The traces have images of different sizes.
 
     Args:
-        shapes: the shape of the tensor in each trace.
-        batches: the number of images in each trace.
+        shapes: the shape of the tensor for each traced image size.
+        batches: the number of images for each traced image size.
         sizes: the size of the map whose positions the tensor may have, for each traced image size.
 
     Returns:
@@ -177,9 +177,9 @@ def _axis(
     """Return the simplest meaning of a dim that fits its length in every trace; None without one.
 
     Args:
-        lengths: the length of the dim in each trace.
-        batches: the number of images in each trace.
-        sizes: the size of the map in each trace.
+        lengths: the length of the dim for each traced image size.
+        batches: the number of images for each traced image size.
+        sizes: the size of the map for each traced image size.
     """
     dims = range(len(sizes[0]))
     for count in range(len(dims) + 2):
@@ -205,14 +205,14 @@ def line_of(
 ) -> Axes | None:
     """Infer the axes of a vector or a line from its shapes in several traces.
 
-    If the length of a dim follows the size of the map, the tensor is a line, and ``whole`` of the
-    dim's :class:`Axis` is the formula of that length. (For the shape of a feature map, call
+    If the length of a dim depends on the size of the map, the tensor is a line, and ``whole`` of
+    the dim's :class:`Axis` is the formula of that length. (For the shape of a feature map, call
     :func:`axes_of` instead: it takes such a dim for positions.)
 
     Args:
-        shapes: the shape of the vector or line in each trace.
-        batches: the number of images in each trace.
-        sizes: the size of the map in each trace.
+        shapes: the shape of the vector or line for each traced image size.
+        batches: the number of images for each traced image size.
+        sizes: the size of the map for each traced image size.
 
     Returns:
         The axes. None if the number of dims differs between the traces, or if the length of some
@@ -240,8 +240,8 @@ def extent_of(numbers: Sequence[int], sizes: Sequence[Sequence[int]]) -> Extent 
     A trace is a recorded forward pass. The traces have images of different sizes.
 
     Args:
-        numbers: the number in each trace.
-        sizes: the size of the map in each trace.
+        numbers: the number for each traced image size.
+        sizes: the size of the map for each traced image size.
 
     Returns:
         An extent: a sum of sizes and a constant, such as height + width + 1, or a multiple of a

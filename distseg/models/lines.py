@@ -1,9 +1,9 @@
 """Lines: vectors whose channels hold all positions along some dims, such as the means of rows.
 
 A line with C numbers for each row of a map of H x W cells is kept as (N, C * H, 1, 1). So every
-rank has the whole line and can compute any function of it. The length of the line follows the size
-of the map, so layers that separate the positions of a line also read that size. The distributed
-counterparts are in :mod:`distseg.layers.lines`.
+rank has the whole line and can compute any function of it. The length of the line depends on the
+size of the map, so layers that separate the positions of a line also read that size. The
+distributed counterparts are in :mod:`distseg.layers.lines`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
     """Add layers for the current call, which repeats a vector or a line over a map; return the map.
 
     Examples of such calls are ``mean.expand_as(x)`` and ``F.interpolate(pooled, size)``. A line is
-    a vector whose length follows the image's size, such as row means.
+    a vector whose length depends on the image's size, such as row means.
 
     Args:
         x: the vector or line.
@@ -105,7 +105,7 @@ def _over(
 
     Args:
         x: the vector.
-        sizes: the size of the map in each trace.
+        sizes: the size of the map for each traced image size.
         there: the dims of the result that run along the map; None for a call of ``F.interpolate``.
         grid, settings: the arguments of :class:`Spread`.
     """

@@ -141,7 +141,8 @@ def _put(
     Args:
         x: the map to which user code assigns.
         part: the channels of ``x`` to which user code assigns.
-        wanted: for each indexed spatial dim (0 for the first one), the slice in each trace.
+        wanted: for each indexed spatial dim (0 for the first one), the slice for each traced image
+            size.
         value: the vector or map that user code assigns. A map has the size of the slices.
     """
     if value.vector:

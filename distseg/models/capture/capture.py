@@ -4,7 +4,7 @@ The captured network holds the parameters and buffers of the user's model, not c
 :mod:`distseg.models.capture.trace` records the calls of the forward pass on images of several
 sizes. The rules of :mod:`distseg.models.capture.rules` turn the calls into layers. A call without a
 rule raises an error that names the call. A number that differs between the image sizes is taken to
-follow the image's size; a number that is the same for all sizes is taken for a fixed setting.
+depend on the image's size; a number that is the same for all sizes is taken for a fixed setting.
 """
 
 from __future__ import annotations

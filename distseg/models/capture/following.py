@@ -63,7 +63,7 @@ def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
     """Return the simplest formula that computes ``after`` from ``before``; None if none fits.
 
     Args:
-        before, after: the sizes of two maps along one dim, in each trace.
+        before, after: the sizes of two maps along one dim, for each traced image size.
     """
     if len(set(after)) == 1:
         return Follow(0, after[0])
@@ -83,7 +83,7 @@ def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
     Return None if no formula fits, or if both sizes differ by the same number in all traces.
 
     Args:
-        before, after: the sizes of two maps along one dim, in each trace.
+        before, after: the sizes of two maps along one dim, for each traced image size.
     """
     if len({m - n for n, m in zip(before, after)}) == 1:
         return None

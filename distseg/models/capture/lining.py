@@ -1,9 +1,9 @@
 """Helpers for the rules of calls that reduce maps to lines, or that repeat lines over maps.
 
-A line is a vector whose length follows the size of the map, such as a mean over columns. A function
-of only lines and vectors is computed on whole lines (:class:`distseg.models.lines.OfLines`). If a
-line is combined with a map, or with a line along another dim, the line is repeated along the
-missing dims.
+A line is a vector whose length depends on the size of the map, such as a mean over columns. A
+function of only lines and vectors is computed on whole lines
+(:class:`distseg.models.lines.OfLines`). If a line is combined with a map, or with a line along
+another dim, the line is repeated along the missing dims.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def places_along_dims(x: Value, over: Sequence[int]) -> tuple[int, ...]:
 def takes_lines(x: Value, over: Sequence[int]) -> bool:
     """Return True if a statistic of ``x`` is taken over some spatial dims, but not over all.
 
-    Its result is a line, such as row means: a vector whose length follows the image's size.
+    Its result is a line, such as row means: a vector whose length depends on the image's size.
 
     Args:
         over: dims of the user's tensor over which the statistic is taken.
@@ -108,9 +108,9 @@ class Turned:
 def lines_spread(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Return the arguments of a pointwise function, with lines repeated to the size of a map.
 
-    A line is a vector whose length follows the size of the image, such as row means. It is repeated
-    to a map among the arguments. Without such a map, lines that together have all spatial dims are
-    repeated to the map that they span.
+    A line is a vector whose length depends on the size of the image, such as row means. It is
+    repeated to a map among the arguments. Without such a map, lines that together have all spatial
+    dims are repeated to the map that they span.
     """
     values = list(dict.fromkeys(found_in((args, kwargs), Value)))
     if not any(x.line for x in values):
@@ -127,7 +127,7 @@ def lines_spread(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict
 def _across(values: Sequence[Value]) -> Axes | None:
     """Return the axes of the map to which several lines are broadcast together.
 
-    A line is a vector whose length follows the size of the image. For example, row means
+    A line is a vector whose length depends on the size of the image. For example, row means
     (N, C, H, 1) and column means (N, C, 1, W) are broadcast to a map (N, C, H, W). Return None if a
     spatial dim of the image has no line.
 
@@ -148,7 +148,7 @@ def _across(values: Sequence[Value]) -> Axes | None:
 def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
     """Add a layer that repeats the line ``x`` over all positions of a map, and return its output.
 
-    A line is a vector whose length follows the size of the image, such as row means.
+    A line is a vector whose length depends on the size of the image, such as row means.
 
     Args:
         like: a map of the size to which the line is repeated. Its numbers are not used.
@@ -186,7 +186,7 @@ def _fits(axis: Axis, beside: Axis) -> bool:
     """Return True if a dim of a line can be broadcast to the same dim of a map.
 
     If the map's dim has positions, the line's dim must have length 1, or run along the same single
-    spatial dim. Otherwise the length of the line's dim must not follow the image's size.
+    spatial dim. Otherwise the length of the line's dim must not depend on the image's size.
 
     Args:
         axis: the meaning of the line's dim.
@@ -261,8 +261,8 @@ def number_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
     Return None if no :data:`distseg.models.axes.Extent` gives the number in all traces.
 
     Args:
-        each: the integer or slice in each trace.
-        sizes: the size of the map in each trace.
+        each: the integer or slice for each traced image size.
+        sizes: the size of the map for each traced image size.
     """
     if all(isinstance(x, slice) for x in each):
         ends = [[getattr(x, end) for x in each] for end in ("start", "stop", "step")]

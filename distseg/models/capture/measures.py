@@ -55,8 +55,9 @@ def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | 
     """Return the simplest formula that computes a number from a map's size; None if none fits.
 
     Args:
-        numbers: the number in each trace.
-        sizes: the size of a map in each trace, from which the rule computes the number.
+        numbers: the number for each traced image size.
+        sizes: the size of a map for each traced image size, from which the rule computes the
+            number.
     """
     whole = range(len(sizes[0]))
     every = list(chain.from_iterable(combinations(whole, n) for n in (len(whole), *whole[1:])))
@@ -79,8 +80,8 @@ def _fitted(
     too few different sizes to fit it, or if no ``factor`` and ``plus`` give the numbers.
 
     Args:
-        numbers: the number in each trace.
-        sizes: the size of the map in each trace.
+        numbers: the number for each traced image size.
+        sizes: the size of the map for each traced image size.
         like: the formula, whose ``factor`` and ``plus`` are replaced.
         plain: True to fit ``factor`` alone and leave ``plus`` as it is.
     """
@@ -171,7 +172,7 @@ def _vector(reader: Reader, numbers: Sizes, like: Value) -> Value | None:
     number.
 
     Args:
-        numbers: the number in each trace.
+        numbers: the number for each traced image size.
         like: the map or vector with which the call combines the number.
     """
     batch = next((d for d, axis in enumerate(like.axes) if axis.batch), 0)

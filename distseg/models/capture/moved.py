@@ -1,6 +1,6 @@
 """Helpers for the rules of slices, crops and paddings of the image.
 
-The settings of these calls may follow the image's size.
+The settings of these calls may depend on the image's size.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
     """Add the layers that take a part of the map ``x`` by slices, and return their output.
 
     Args:
-        wanted: for each spatial dim that is sliced, the slice in each trace.
+        wanted: for each spatial dim that is sliced, the slice for each traced image size.
 
     Raises:
         CanNotCapture: a slice is empty, has the same length in all traces, or has a step and a
@@ -122,8 +122,8 @@ def _fixed(
     Return None if these numbers are not equal in all traces.
 
     Args:
-        ranges: the selected positions in each trace.
-        parts: the slice in each trace.
+        ranges: the selected positions for each traced image size.
+        parts: the slice for each traced image size.
         x: the map that is sliced.
         d: the spatial dim.
     """
@@ -200,7 +200,7 @@ def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Val
     """Add layers for ``F.pad`` of a map whose dims may be in any order; return the result.
 
     Args:
-        pad, mode, value: as in ``F.pad``. Numbers in ``pad`` may follow the image's size.
+        pad, mode, value: as in ``F.pad``. Numbers in ``pad`` may depend on the image's size.
     """
     each = [of_trace(pad, n) for n in range(len(x.sizes))]
     if any(len(pads) % 2 or len(pads) > 2 * x.rank for pads in each):

@@ -63,8 +63,8 @@ def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan |
 
     Args:
         x: reference to the tensor.
-        sizes: in each trace, the size of the map whose positions the tensor has; empty if the
-            caller only asks if there is a plan.
+        sizes: for each traced image size, the size of the map whose positions the tensor has; empty
+            if the caller only asks if there is a plan.
     """
     numbers: set[int] = set()
     if not _collect(reader, x, numbers) or not any(_follows(reader, n) for n in numbers):
@@ -134,8 +134,8 @@ def _label(lengths: Sequence[int], sizes: Sequence[tuple[int, ...]]) -> int | No
     product of all sizes (flattened). Return None if it equals neither.
 
     Args:
-        lengths: the length of the dim in each trace.
-        sizes: the size of the map in each trace.
+        lengths: the length of the dim for each traced image size.
+        sizes: the size of the map for each traced image size.
     """
     if not sizes:
         return None

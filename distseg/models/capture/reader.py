@@ -7,8 +7,8 @@ The words of this module:
 - The *current call* is the call that is being turned into layers. A *rule*, a function of
   :mod:`distseg.models.capture.rules`, does so.
 - A *value* (:class:`Value`) is the output of a layer. It is a *map* (N, C, *size) or a *vector*,
-  which has numbers for each image, but no positions. A *line* is a vector whose length follows the
-  image's size, such as the mean of each row.
+  which has numbers for each image, but no positions. A *line* is a vector whose length depends on
+  the image's size, such as the mean of each row.
 
 :class:`Reader` provides what a rule needs: checks of arguments, new layers, and error messages that
 name the call. :mod:`distseg.models.capture.arranging` has functions for rules that reshape,
@@ -96,8 +96,8 @@ class Reader:
     Args:
         shapes: shapes of the network's parameters and buffers, by name.
         sizes: image size of each trace.
-        traces: the traces. Their calls must be the same, except for numbers and shapes that follow
-            the image's size.
+        traces: the traces. Their calls must be the same, except for numbers and shapes that depend
+            on the image's size.
         rule: function ``rule(reader, args, kwargs)`` that adds layers for the current call and
             returns the result (:func:`distseg.models.capture.rules.made`). In ``args``, ``kwargs``
             and the result, a :class:`Value` stands for each tensor that is computed from the image.
@@ -597,8 +597,8 @@ class Reader:
                 positions of ``reads``. Without ``axes``, the call's result must be a map
                 (N, C, *size), of any size.
             what: suffix of the layer's name if the call becomes several layers.
-            sizes: size of the output map in each trace, if ``axes`` are given and the size differs
-                from that of ``reads``.
+            sizes: size of the output map for each traced image size, if ``axes`` are given and the
+                size differs from that of ``reads``.
         """
         if axes is None:
             shapes = tuple(c.shapes[part] for c in self.current)
@@ -637,7 +637,7 @@ class Reader:
 
         Args:
             x: the map that is preferred among maps with equally simple rules.
-            sizes: the output size in each trace.
+            sizes: the output size for each traced image size.
 
         Raises:
             CanNotCapture: no rule fits.
@@ -726,8 +726,8 @@ class Reader:
     ) -> Value:
         """Add a layer that runs ``steps`` one after another; return the result of the last step.
 
-        A line is a vector whose length follows the size of the image, such as row means. If lines
-        are among the inputs, the layer also reads a map, whose size gives their length.
+        A line is a vector whose length depends on the size of the image, such as row means. If
+        lines are among the inputs, the layer also reads a map, whose size gives their length.
 
         Args:
             steps: function calls. Each may use the layer's inputs and the results of earlier steps.
@@ -1255,7 +1255,7 @@ class Reader:
         """Return the newest map of a given size; None if the network has no map of this size.
 
         Args:
-            sizes: the size of the map in each trace.
+            sizes: the size of the map for each traced image size.
         """
         return next(
             (v for v in reversed(self.values.values()) if not v.vector and v.sizes == sizes), None
@@ -1267,7 +1267,7 @@ class Reader:
         If the network has no map of this size, add a layer that pools a larger map to it.
 
         Args:
-            sizes: the size of the map in each trace.
+            sizes: the size of the map for each traced image size.
         """
         if found := self.same_places(sizes):
             return found

@@ -146,7 +146,7 @@ def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
 def _lengths(axes: Axes) -> list[tuple]:
     """Return (number of channels, extent along the image) for each dim of a vector or line.
 
-    The extent (:data:`distseg.models.axes.Extent`) says how a dim of a line follows the image's
+    The extent (:data:`distseg.models.axes.Extent`) says how a dim of a line depends on the image's
     size. Dims of length 1 are left out.
     """
     return [(axis.cell, axis.whole) for axis in axes if not axis.lone]
@@ -218,7 +218,7 @@ def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
 def beside(reader: Reader, *values: Value) -> tuple:
     """Repeat the lines among some values to the size of the maps, so that all can be combined.
 
-    A line is a vector whose length follows the size of the image, such as row means.
+    A line is a vector whose length depends on the size of the image, such as row means.
     """
     return lines_spread(reader, values, {})[0]
 

@@ -34,7 +34,7 @@ class _Piece:
     For example, a dim of length C * H has two pieces.
 
     Attributes:
-        lengths: length in each trace, that is for each traced image size.
+        lengths: the length of the factor for each traced image size.
         batch: True for images of the batch.
         place: the spatial dim; None for images and channels.
         inner: True for the positions within a block, which become channels.
@@ -80,9 +80,9 @@ def reshaped(reader: Reader, x: Value) -> Value:
 def _in_order(axes: Sequence[Axis]) -> tuple[Axis, ...] | None:
     """Return the axes of the dims before the batch dim of a line, without dims of length 1.
 
-    A line is a vector whose length follows the size of the image, such as row means. A reshape that
-    keeps these dims keeps the order in memory: the dims after the batch dim can only be split or
-    joined in their order.
+    A line is a vector whose length depends on the size of the image, such as row means. A reshape
+    that keeps these dims keeps the order in memory: the dims after the batch dim can only be split
+    or joined in their order.
     """
     dims = [axis for axis in axes if axis != Axis()]
     return tuple(dims[: next((n for n, axis in enumerate(dims) if axis.batch), len(dims))])
@@ -125,7 +125,7 @@ def _grouped(pieces: Sequence[_Piece], wanted: Sequence[Lengths]) -> list[list[_
 
     Args:
         pieces: the pieces of the reshaped map, in memory order.
-        wanted: for each dim of the result, its length in each trace.
+        wanted: for each dim of the result, its length for each traced image size.
     """
     left, groups = list(reversed(pieces)), []
     for lengths in wanted:

@@ -96,7 +96,7 @@ def _whole_factors(
     Return None if a factor is no integer, or is not the same in all traces.
 
     Args:
-        before, after: the size of the map in each trace, before and after the call.
+        before, after: the size of the map for each traced image size, before and after the call.
     """
     factors = {
         tuple(m // n if m % n == 0 else 0 for n, m in zip(*pair)) for pair in zip(before, after)
@@ -117,7 +117,7 @@ def _ratio(reader: Reader, x: Value, sizes: Sequence[tuple[int, ...]], factors: 
 
     Args:
         x: the map that is resized; it has the old size.
-        sizes: the new size in each trace.
+        sizes: the new size for each traced image size.
         factors: the user's scale factors, which depend on the image's size.
 
     Raises:

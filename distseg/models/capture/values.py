@@ -1,7 +1,7 @@
 """Stand-ins for the tensors and numbers of user code while traces are read.
 
 A trace is the record of one forward pass over images of one size. Several traces of different sizes
-are read together: a number that differs between them follows the image's size.
+are read together: a number that differs between them depends on the image's size.
 
 The ``repr`` of the stand-ins is used in error messages, so it is written in the user's terms.
 """
@@ -81,7 +81,7 @@ class Value:
 
     @property
     def line(self) -> bool:
-        """True for a vector whose length follows the size of the map, such as the means of rows."""
+        """True for a vector whose length depends on the map's size, such as the means of rows."""
         return is_line(self.axes)
 
     @property

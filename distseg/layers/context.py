@@ -25,7 +25,7 @@ from distseg.tiling.tile import Box, TilePlacement
 
 
 class _Pass(threading.local):
-    """State of a forward pass, of which each thread has its own.
+    """State of a forward pass. Each thread has a state of its own.
 
     The attributes are explained at the properties of the same names in :class:`Context`.
     """

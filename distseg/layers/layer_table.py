@@ -193,7 +193,7 @@ def check_plain(name: str, layer: nn.Module) -> None:
 
 
 class _Unsupported(ValueError):
-    """Error for a setting with which a layer cannot be computed in tiles: circular padding.
+    """Error for a layer setting, such as circular padding, that tiles cannot compute.
 
     Its message names the setting and how to fix it. :func:`node_of` adds the name of the layer.
     """

@@ -39,7 +39,7 @@ class Axis(NamedTuple):
         places: the dims of the image whose positions are part of the dim.
         whole: used only if the tensor is a line: the extent by which the dim depends on the image's
             size, such as the height for the means of all rows. The length of the dim is ``cell``
-            times this extent. Empty if the length does not follow the size.
+            times this extent. Empty if the length does not depend on the size.
     """
 
     batch: bool = False

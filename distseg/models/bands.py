@@ -33,7 +33,7 @@ _SUMMED = 6
 
 @dataclass(frozen=True)
 class Images:
-    """What is known about the images that a network takes, and about its result for one image.
+    """Known facts about the images that a network takes, and about its result for one image.
 
     Attributes:
         bands, dims: numbers of bands and of spatial dims; None if not known yet.

@@ -258,7 +258,7 @@ _Map = tuple[int, tuple[int, ...]]  # size and cuts of a feature map along one d
 
 
 class TileCells(NamedTuple):
-    """Numbers of cells of one tile at one node along one dim.
+    """Numbers of cells that one tile reads and computes at one node (layer call), along one dim.
 
     Attributes:
         input: cells of the node's first input from which the tile computes its part of the result.
@@ -331,7 +331,7 @@ class TileBorders:
         return False
 
     def _needs(self, points: frozenset[int]) -> list[LayerSpans]:
-        """Return, for each node, the spans that tiles hold, read and compute along the dim.
+        """Return, for each node, the spans of cells that tiles hold, read and compute.
 
         Each tile holds at least the cells that it owns.
 
@@ -459,7 +459,7 @@ def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Ma
 
 @dataclass(frozen=True)
 class _Since:
-    """What :func:`exchange_points` notes for a map about the layers since the last halo exchange.
+    """Record, kept for a map by :func:`exchange_points`, of the layers since the last exchange.
 
     A layer reads beyond its tile if a tile of its result needs cells of neighbouring tiles.
 

@@ -83,7 +83,7 @@ def needs_along(
     owned: Sequence[list[Span]] | None = None,
     points: Container[int] = (),
 ) -> tuple[list[LayerSpans], dict[int, list[Span]]]:
-    """Return the spans of cells of all maps that tiles need to compute their spans of a result.
+    """Return which cells of each feature map tiles need, along one dim, to compute a result.
 
     Args:
         graph: all nodes of the network.
@@ -97,8 +97,9 @@ def needs_along(
             needs only the cells that it owns, because the exchange brings all others.
 
     Returns:
-        For each node in ``numbers``, the spans of all tiles. For the number of each map that these
-        nodes read or compute, the span that each tile must have.
+        A list with the spans of all tiles for each node in ``numbers``, and a dict. Its keys are
+        the numbers of the maps that these nodes read or compute; its values are the spans that each
+        tile must have.
     """
     needed = _needed(graph, numbers, dim, sizes, wanted, owned, points)
     has = {source: needed[source] for source in needed.keys() - {number + 1 for number in numbers}}

@@ -110,7 +110,7 @@ def _costly(graph: Graph, runs: Iterable[list[int]], stored: set[int]) -> set[in
 
 @dataclass(frozen=True)
 class TilePlan:
-    """The box of each layer's input and output that one tile of a segment's result needs.
+    """Boxes that the layers of a segment read and compute for one tile of the segment's result.
 
     The boxes are computed only when :attr:`read` or :attr:`views` is used. For most tiles only the
     numbers of cells are needed.

@@ -135,9 +135,10 @@ class _Expanded:
 
 
 def expanded(reader: Reader, x: Value) -> Value:
-    """Return the result of the current call, which expands dims of ``x`` as ``x.expand`` does.
+    """Add layers for the current call, which expands dims of ``x``; return the result.
 
-    A dim of length 1 may be expanded to a number of channels, or to the positions of a map.
+    An example is ``x.expand(-1, 8)``. A dim of length 1 may be expanded to a number of channels, or
+    to the positions of a map.
     """
     axes = reader.made(reader.value(x)) if not x.vector or not _follows(reader) else None
     if axes == x.axes:
@@ -356,5 +357,5 @@ def whole(reader: Reader, kernel: Any, x: Value) -> bool:
 
 
 def cells_of(x: Value) -> int:
-    """Return the number of channels at each position of a value, over all of its dims."""
+    """Return the number of channels of ``x``, the product of the channels in all of its dims."""
     return math.prod(axis.cell for axis in x.axes)

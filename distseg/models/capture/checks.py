@@ -382,7 +382,7 @@ def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) ->
 
 
 def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: int = 2) -> None:
-    """Refuse a module whose pass in one mode does more than return one tensor.
+    """Refuse a module whose forward pass in this mode does more than return a tensor.
 
     Passes must not draw random numbers, change the module's state or read running statistics.
 

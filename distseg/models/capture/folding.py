@@ -424,7 +424,7 @@ def _taken_apart(
 
 
 def _group(reader: Reader, x: Value, number: int) -> Value:
-    """Return batch ``number``, counted from 0, of the joined batches ``x``."""
+    """Add a layer that takes batch ``number`` from the joined batches ``x``; return its output."""
     take = _Group(number, x.axes[0].cell)
     return reader.applied(take, [x], f"batch_{number}", (Axis(True), *x.axes[1:]))
 

@@ -34,11 +34,12 @@ def convolved(
     dilation: Any,
     groups: Any,
 ) -> Value:
-    """Add layers that convolve each image with its own weight; return (1, N * C', *size).
+    """Add layers that convolve each image with its own weight, and return the result.
 
     The arguments are those of the user's ``F.conv2d`` (or 1d, 3d). User code holds the N images of
     the batch side by side in the channels. In the shapes, G is the number of groups into which the
-    C channels of one image are divided; C' is the number of channels of its result.
+    C channels of one image are divided; C' is the number of channels of its result. The result has
+    the shape (1, N * C', *size).
 
     Args:
         x: (1, N * C, *size).

@@ -130,7 +130,7 @@ def measured(reader: Reader, args: tuple) -> tuple:
 
     For example, h * w in ``x / (h * w)`` differs between traces. A layer is added that computes
     this number from the size of a map; its output is a vector. A number for which no formula fits
-    stays. Return the arguments.
+    is kept. Return the new arguments.
 
     Args:
         args: the arguments of the call, such as (x, number).

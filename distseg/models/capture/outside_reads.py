@@ -62,9 +62,9 @@ ASKS = (
 def asked(note: Callable[[str, str], None]) -> Iterator[None]:
     """Call ``note(name, line)`` when user code in the context reads a clock, a file or the like.
 
-    Calls count that read the clock, the environment, files, the process or the ids of objects. In
-    the current thread, only calls inside :func:`distseg.models.passes.run` are watched; in threads
-    that are started in the context, all calls are watched.
+    These are calls that read the clock, the environment, files, the process or the ids of objects.
+    In the current thread, only calls inside :func:`distseg.models.passes.run` are watched; in
+    threads that are started in the context, all calls are watched.
 
     Args:
         note: function that takes the name of the called function, such as ``time.time``, and the

@@ -104,9 +104,9 @@ class Plan:
 class Positions(LooksAtSize):
     """Layer that computes values for each position of a map, such as coordinates.
 
-    The values are equal for all images. The layer maps (N, ?, *size) and the image (N, ?, *image)
-    to (N, C, *size), or to a vector if the values do not differ between positions. Here ? is any
-    number of channels. Of the inputs, only the sizes are used.
+    The values are equal for all images. The inputs are a map (N, ?, *size) and the image
+    (N, ?, *image), of which only the sizes are used; ? is any number of channels. The result is
+    (N, C, *size), or a vector if the values do not differ between positions.
 
     Args:
         source: function that returns the calls of the user's forward pass for an image size.
@@ -204,9 +204,10 @@ class Positions(LooksAtSize):
 
 
 class _Values:
-    """Results of the calls of a layer's plan, for one image size and the positions of one tile.
+    """Results of the recorded calls that a :class:`Positions` layer repeats, for one tile.
 
-    A call runs on the tile's part if the plan allows it, otherwise on the whole map.
+    A call runs on the tile's part alone if it can (:attr:`Plan.cellwise`), otherwise on the whole
+    map.
 
     Args:
         layer: the layer with the plan and the parameters.
@@ -282,7 +283,7 @@ class _Values:
         return self._whole[x.call][x.part]
 
     def _made(self, number: int, value: Callable[[Made], Tensor]) -> list[Tensor]:
-        """Return the tensors that a call of the plan makes.
+        """Run one of the recorded calls that the layer repeats, and return its results.
 
         Args:
             number: the index of the call.

@@ -182,7 +182,7 @@ def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[li
 def _axes_of_labels(
     reader: Reader, labels: Sequence[str], operands: Sequence[Any]
 ) -> dict[str, Axis]:
-    """Return, for each letter of an ``einsum`` equation, what the dim means that it stands for.
+    """Return the meaning of the dim for which each letter of an ``einsum`` equation stands.
 
     Args:
         labels: the letters of each operand, such as "nchw".

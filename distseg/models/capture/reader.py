@@ -781,8 +781,8 @@ class Reader:
 
         Args:
             name: a name that no other layer has.
-            make: function that makes the layer from a function that returns the model's tensor of a
-                given name.
+            make: function that makes the layer. Its argument is a function from names to tensors of
+                the user's model.
             reads: the feature maps that the layer reads.
         """
         assert name not in self.layers, name
@@ -1024,9 +1024,9 @@ class Reader:
     def _with_resized_vectors(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Value]]:
         """Return the arguments of a call with all vectors fitted to the size of its maps.
 
-        For each vector it is recorded with maps of which size it can be combined
-        (:attr:`Value.shapes`). A vector for another size than that of the call's maps is replaced
-        by the output of a new layer (:meth:`meeting`).
+        Each vector is recorded for maps of one size (:attr:`Value.shapes`). A vector for another
+        size than that of the call's maps is replaced by the output of a new layer
+        (:meth:`meeting`).
 
         Returns:
             (args, kwargs, the maps and vectors in them).
@@ -1295,10 +1295,9 @@ class Reader:
     def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
         """Return the vector ``x`` in a form that can be combined with maps of the size ``sizes``.
 
-        For each vector it is recorded with maps of which size it can be combined
-        (:attr:`Value.shapes`). If ``x`` is recorded for another size, add a layer that returns
-        ``x`` unchanged and is recorded for ``sizes``. Refuse a line (a vector such as row means)
-        for another size.
+        Each vector is recorded for maps of one size (:attr:`Value.shapes`). If ``x`` is recorded
+        for another size, add a layer that returns ``x`` unchanged, with its output recorded for
+        ``sizes``. Refuse a line (a vector such as row means) for another size.
 
         Args:
             sizes: size of the maps for each traced image size.
@@ -1321,10 +1320,9 @@ class Reader:
     def meeting(self, maps: Sequence[Value]) -> list[Value]:
         """Return the maps and vectors that a call combines, vectors fitted to the maps' size.
 
-        For each vector it is recorded with maps of which size it can be combined
-        (:attr:`Value.shapes`). A vector for another size is replaced by the output of a new layer
-        (:meth:`resized`). If there is no map, the vectors are fitted to the size of a line among
-        them, or else to the smallest of their sizes.
+        Each vector is recorded for maps of one size (:attr:`Value.shapes`). A vector for another
+        size is replaced by the output of a new layer (:meth:`resized`). If there is no map, the
+        vectors are fitted to the size of a line among them, or else to the smallest of their sizes.
 
         Args:
             maps: the maps, all of one size, and the vectors.
@@ -1422,10 +1420,9 @@ def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
 
 
 def _is_sum(axes: Axes) -> bool:
-    """Return True if one dim of a vector depends on the image's size by a sum, such as H or H + W.
+    """Return True if one dim of a vector depends on the image's size, as a sum such as H or H + W.
 
-    Return False if several dims depend on the image's size, or if a length is a product such as H *
-    W.
+    Return False if several dims depend on it, or if a length is a product such as H * W.
 
     Args:
         axes: the meaning of each dim of the vector.

@@ -89,7 +89,7 @@ def over_places(
 
 
 def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]:
-    """Return the dims that ``dim`` selects, as a tuple; refuse it if it lacks a spatial dim.
+    """Return the dims that ``dim`` selects, as a tuple; refuse them if a spatial dim is missing.
 
     Args:
         x: the map that the call reduces.

@@ -163,7 +163,7 @@ def _quotient(large: Lengths, small: Lengths) -> Lengths | None:
 
 
 def _cut(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value:
-    """Return the map ``x`` split into the pieces of a reshape, one dim for each piece.
+    """Split the dims of the map ``x`` into their factors (pieces), one dim for each; return it.
 
     Where a spatial dim is split into blocks of length k, the k positions inside a block become
     channels, for example (N, C, H, W) -> (N, C, H / 2, 2, W / 2, 2).
@@ -213,7 +213,7 @@ def _axis(piece: _Piece) -> Axis:
 
 
 def _joined(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value | None:
-    """Return the map ``x`` with its pieces joined to the dims of a reshape's result.
+    """Join the dims of ``x``, one for each piece, to those of a reshape's result; return it.
 
     A piece is one factor of a dim. Channels that follow a spatial dim within a dim of the result
     become positions, for example (N, C, H, 2, W, 2) -> (N, C, H * 2, W * 2). Return None if images

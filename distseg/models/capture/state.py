@@ -426,7 +426,7 @@ def _state_of(generator: Any, again: Callable[[Any], Hashable]) -> Hashable:
 
     Args:
         generator: a generator of PyTorch, NumPy or Python.
-        again: function that returns the print of an array or dict in the state.
+        again: function that returns the fingerprint of an array or dict in the state.
     """
     if isinstance(generator, torch.Generator):
         return bytes(generator.get_state())

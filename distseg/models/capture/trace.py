@@ -783,7 +783,7 @@ class _Recorder(TorchFunctionMode):
     def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
         """Mark all tensors that share memory with an overwritten tensor as unknown.
 
-        Their content is then unknown, and a later call that takes one of them is refused.
+        A later call that takes one of them is refused.
 
         Args:
             called: the call that overwrote tensors.
@@ -1016,7 +1016,7 @@ _NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
 
 
 def _updates_norm(called: Called, name: str) -> bool:
-    """Return True if a call may change the buffer ``name``, since norms update running statistics.
+    """Return True if a change of the buffer ``name`` by this call is a norm's usual update.
 
     Batch and instance norms may change any buffer. Every call may change the counter
     ``num_batches_tracked``.

@@ -56,7 +56,7 @@ class Value:
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Spatial size for each traced image size; for a vector, that of the maps it fits to."""
+        """Spatial size for each traced image size; a vector has that of maps to combine it with."""
         return tuple(shape[2:] for shape in self.shapes)
 
     @property
@@ -91,7 +91,7 @@ class Value:
 
     @property
     def grid(self) -> tuple[int, ...] | None:
-        """Size of an adaptive pooling's output (N, C, *grid), or None for other values."""
+        """Grid size if the value is an adaptive pooling's output (N, C, *grid); None otherwise."""
         there = (
             self.vector
             and not self.line

@@ -207,9 +207,11 @@ def _nearest(
     device: str,
     last: bool,
 ) -> tuple[_Share, _Share]:
-    """Return the two results of :func:`_shares_of` for the kernels nearest and nearest-exact.
+    """Return the weighted sums of a nearest or nearest-exact resize along one dim.
 
-    ``span`` holds the cells of the dim; the other arguments are those of :func:`nearest_places`.
+    The first result computes the output cells, each a copy of one input cell, and the second one
+    the gradients of the input cells. ``span`` holds the cells of the resized dim; the other
+    arguments are those of :func:`nearest_places`.
     """
     places = nearest_places(kernel, factor, span.n, span.m, dims, dim, dtype, device, last)[
         span.start : span.stop

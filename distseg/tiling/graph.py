@@ -175,7 +175,7 @@ def last_readings(
 ) -> dict[int, list[int]]:
     """Return, for each node in ``numbers``, the maps whose memory can be freed after the node.
 
-    These are the maps that no later node in ``numbers`` reads.
+    A map can be freed after the last node in ``numbers`` that reads it.
 
     Args:
         inputs: for each node of the network, the numbers of the maps that it reads.

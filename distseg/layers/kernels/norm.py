@@ -309,7 +309,7 @@ def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
 
 
 def _widened(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return a contiguous copy of a parameter, in the dtype that the kernel needs for ``x``.
+    """Return a parameter, contiguous and in the dtype that the kernel needs for an image ``x``.
 
     This dtype is float64 for an image in float64, else float32. A parameter of None stays None.
     """

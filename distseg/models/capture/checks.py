@@ -217,7 +217,7 @@ def check_seen(model: nn.Module) -> None:
 def check_exact(model: nn.Module, size: Sequence[int]) -> None:
     """Refuse to train a network whose passes draw random numbers or change its state.
 
-    A captured network passes without a check, because its layers are known to do neither.
+    Only a network whose layer calls distseg does not know is run for this check.
 
     Args:
         size: image size in training.

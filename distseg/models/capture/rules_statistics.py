@@ -362,8 +362,9 @@ def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part
     """Add layers for a variance, or a standard deviation if ``rooted`` is True; return the result.
 
     Args:
-        given, correction: as in :func:`_correction`.
-        part: index of this result, if the call returns several.
+        given: the call's arguments (input, dim, unbiased, keepdim).
+        part: index of this result, if the call returns several; ``correction`` is the call's
+            argument of this name, or None.
     """
     x, dim, correction, keepdim = _correction(reader, given, correction)
     if reader.of_channels(dim, x):
@@ -388,7 +389,8 @@ def _with_mean(reader: Reader, given: tuple, correction: Any, rooted: bool) -> t
     If ``rooted`` is True, return (standard deviation, mean).
 
     Args:
-        given, correction: as in :func:`_correction`.
+        given: the call's arguments (input, dim, unbiased, keepdim). ``correction`` is the call's
+            argument of this name, or None.
     """
     x, dim, _, keepdim = _correction(reader, given, correction)
     deviation = _deviation(reader, given, correction, rooted)

@@ -209,7 +209,7 @@ def run(
     """Return a layer's result on the box ``part.output``, (B, C', *part.output.size).
 
     Args:
-        layer: the layer.
+        layer: the layer to compute.
         x: the cells of the layer's first input inside ``have``, (B, C, *have.size).
         have: a box of the first input's feature map, which contains ``part.input``. Its cells
             outside the map already hold padding.

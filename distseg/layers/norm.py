@@ -749,7 +749,7 @@ class Pending:
     :meth:`with_statistics_grad` for each window, to add the missing part of its gradient.
 
     Args:
-        norm: the layer.
+        norm: the norm layer.
         statistics: the moments of all windows (:meth:`DistributedNorm.statistics`).
     """
 
@@ -935,7 +935,7 @@ def _shares(
     ranks that share statistics, which must call this function together.
 
     Args:
-        norm: the layer.
+        norm: the norm layer.
         weight: its weight w (C,), or None if it has none.
         dweight, dbias: this rank's sums of g * xhat and of g, for each of the I rows of the
             statistics, (I, C).

@@ -346,7 +346,7 @@ def _atoms(axis: Axis, number: int, axes: int) -> list[int]:
     channels, its dims are [0, 1].
 
     Args:
-        axis: the axis.
+        axis: the meaning of the dim that is formed.
         number: the index of the axis among all axes of the tensor.
         axes: the number of axes of the tensor.
     """

@@ -400,7 +400,7 @@ class DropImage(nn.Module):
     The shape (N, C, *size) does not change.
 
     Args:
-        p: the probability.
+        p: the probability that an image is dropped.
         kept: the factor for images that are kept in training, usually 1 / (1 - p).
         evaluated: the factor for all images in evaluation, usually 1.
     """
@@ -444,7 +444,7 @@ class Step(NamedTuple):
     for tensor i of a list, which has the inputs of the layer and then the result of each step.
 
     Attributes:
-        function: the function.
+        function: the PyTorch function to call.
         args, kwargs: its positional and keyword arguments.
     """
 

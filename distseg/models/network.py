@@ -349,7 +349,7 @@ def _skipped(
     """Handle the two layers of a skip: record the map of a stash, or return the map of a pop.
 
     Args:
-        layer: the layer.
+        layer: a stash, a pop, or any other layer.
         position: the index of the layer, for error messages.
         source: the index of the map with which the layer is called.
         stashed: the numbers of the maps that are stashed, by stash name. This dict is updated.

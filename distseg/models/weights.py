@@ -15,7 +15,7 @@ def materialise(model: nn.Module, seed: int, positions: set[int] | None = None) 
     The weights are float32 on the CPU. Layers that are not on the meta device stay as they are.
 
     Args:
-        model: the model.
+        model: the model to initialise.
         seed: the seed. The weights of a layer depend only on the seed and on the layer's name.
         positions: the numbers of the layers to initialise, by default all. Only a model that is a
             list of layer calls has several layers; another model is layer 0.
@@ -35,7 +35,7 @@ def _check_initial_values(layer: nn.Module, name: str, model: nn.Module) -> None
     """Refuse a layer on the meta device whose values nothing initialises.
 
     Args:
-        layer: the layer.
+        layer: the layer to check.
         name: its name in ``model``, or an empty string if it is the whole model.
         model: the model, which knows the names in the user's module.
     """

@@ -208,7 +208,7 @@ class Layout:
 
         Args:
             numbers: the indices of consecutive nodes (layer calls).
-            dim: the dim.
+            dim: the spatial dim, counted from 0.
             span: the wanted span of the last node's result.
         """
         needs, needed = needs_along(
@@ -281,7 +281,7 @@ class TileBorders:
 
     Args:
         graph: the network.
-        dim: the dim.
+        dim: the spatial dim, counted from 0.
         maps: the size and the tile borders of each feature map along the dim, the image first.
     """
 
@@ -297,7 +297,7 @@ class TileBorders:
 
         Args:
             graph: the network.
-            dim: the dim.
+            dim: the spatial dim, counted from 0.
             n: the size of the image along the dim.
             borders: the tile borders of the image: positions from 0 to ``n``.
         """
@@ -374,7 +374,7 @@ def _maps(graph: Graph, dim: int, n: int, borders: tuple[int, ...]) -> list[_Map
 
     Args:
         graph: the network.
-        dim: the dim.
+        dim: the spatial dim, counted from 0.
         n: the size of the image along the dim.
         borders: the tile borders of the image along the dim.
     """
@@ -418,7 +418,7 @@ def _cut(
 
     Args:
         graph: the network.
-        dim: the dim.
+        dim: the spatial dim, counted from 0.
         sizes: the size of each feature map along the dim.
         borders: the tile borders of the image.
         inner: a function that is called for each node that is not pointwise, with the number of the

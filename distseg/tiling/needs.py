@@ -160,8 +160,8 @@ def input_of(node: Node, dim: int, output: Span, n: int, m: int) -> tuple[Span, 
     """Return the cells of a node's first input from which a span of the node's result is computed.
 
     Args:
-        node: the node.
-        dim: the dim.
+        node: the layer call.
+        dim: the spatial dim, counted from 0.
         output: the span (start, stop) of the result.
         n, m: sizes of the whole input and of the whole result.
 

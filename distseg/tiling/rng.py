@@ -51,7 +51,7 @@ def uniform_of(k: int, positions: np.ndarray) -> np.ndarray:
     Position ``n`` has number ``n`` of the sequence of the key, ``uniform(k, n + 1)[n]``.
 
     Args:
-        k: the key.
+        k: the key, as :func:`key` returns it.
         positions: whole numbers of at least 0, of any shape, which is also the shape of the result.
     """
     return (_bits(k, positions) >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -64,7 +64,7 @@ def normal_of(k: int, positions: np.ndarray, count: int) -> np.ndarray:
     it lies between -4.33 and 4.33. The variance is 1 to a relative 3e-5.
 
     Args:
-        k: the key.
+        k: the key, as :func:`key` returns it.
         positions: whole numbers of at least 0, of any shape.
         count: numbers for each position; the result is (count, *positions.shape).
     """
@@ -111,7 +111,7 @@ def uniform_at(k: int, positions: torch.Tensor) -> torch.Tensor:
     numbers are computed on the device of ``positions``.
 
     Args:
-        k: the key.
+        k: the key, as :func:`key` returns it.
         positions: an int64 tensor of any shape, which is also the shape of the result.
     """
 

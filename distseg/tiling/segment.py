@@ -117,7 +117,7 @@ class TilePlan:
 
     Attributes:
         graph: the network.
-        segment: the segment.
+        segment: the layer calls that compute the feature map of the tile.
         sizes: the size of each feature map of the whole image.
         along: for each dim, the spans of the boxes of all layers of the segment.
     """
@@ -166,7 +166,7 @@ def tile_plan(layout: Layout, segment: Segment, result: Box) -> TilePlan:
 
     Args:
         layout: the layout of the image's tiles.
-        segment: the segment.
+        segment: the layer calls that compute the feature map.
         result: the tile, a box of the feature map that the segment computes.
     """
     spans = zip(result.start, result.stop)
@@ -185,7 +185,7 @@ def rows_read(layout: Layout, segment: Segment, rows: Span) -> dict[int, Span]:
 
     Args:
         layout: the layout of the image's tiles.
-        segment: the segment.
+        segment: the layer calls that compute the feature map.
         rows: the span of the rows to compute.
     """
     return layout.along(segment.nodes, 0, rows).read

@@ -172,7 +172,7 @@ def numbers(box: Box, size) -> np.ndarray:
     """Return, for each pixel of a box, its index in the row-major order of the image's pixels.
 
     Args:
-        box: the box.
+        box: a box of pixels of an image.
         size: the size of the image that contains it.
     """
     found = np.zeros((1,) * len(size), np.int64)
@@ -282,7 +282,7 @@ def window(tile: Box, image, reach: ReceptiveField) -> Box:
     """Return the window of a tile: the box of image pixels from which the tile is computed.
 
     Args:
-        tile: the tile.
+        tile: the tile, a box of pixels.
         image: the size of the image.
         reach: halo and stride of the network.
     """

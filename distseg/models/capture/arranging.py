@@ -104,7 +104,7 @@ def _over(
     """Add a layer that repeats a vector of the image at all positions of a map; return its output.
 
     Args:
-        x: the vector.
+        x: the vector that is repeated.
         sizes: the size of the map for each traced image size.
         there: the dims of the result that run along the map; None for a call of ``F.interpolate``.
         grid, settings: the arguments of :class:`Spread`.

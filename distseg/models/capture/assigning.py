@@ -119,8 +119,6 @@ def _part(reader: Reader, x: Value, index: tuple) -> Value:
     """Add a layer that takes the channels of ``x`` that an index selects; return its output.
 
     Args:
-        reader: the reader of the trace.
-        x: the value.
         index: for each dim of the user's tensor a slice, which is ``:`` for images and positions.
     """
     cells = [

@@ -116,7 +116,7 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
         layer: the dropout layer.
         name: its name in the network.
         images: the number of images in the batch; 0 if it is not known.
-        x: the input.
+        x: the input of the layer.
 
     Raises:
         Hidden: dims of the input are not those of a batch of images.

@@ -27,7 +27,7 @@ def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
     For example, dim 1 of a tensor (N, H, W, C) holds spatial dim 0.
 
     Args:
-        x: the tensor.
+        x: the user's tensor.
         dim: the dim of the tensor, counted from 0.
         what: verb phrase for what the call does, such as "pads", for the error message.
 
@@ -125,7 +125,7 @@ def _fixed(
         ranges: the selected positions for each traced image size.
         parts: the slice for each traced image size.
         x: the map that is sliced.
-        d: the spatial dim.
+        d: the spatial dim that is sliced, counted from 0.
     """
     behind = [size[d] - part.indices(size[d])[1] for part, size in zip(parts, x.sizes)]
     found = {(r.start, b, r.step) for r, b in zip(ranges, behind)}

@@ -227,7 +227,7 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple) -> Any:
     Return any other argument unchanged.
 
     Args:
-        x: the argument.
+        x: an argument of the current call.
         beside: the map or vector with which the call combines the argument.
         way: where the argument is in the current call: ("args", index) or ("kwargs", name). It is
             empty for an argument that need not be replaced if it is a number.

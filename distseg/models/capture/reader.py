@@ -1200,7 +1200,7 @@ class Reader:
         output. Return None if the factor is of another kind.
 
         Args:
-            x: the map.
+            x: the map that is multiplied.
             factor: reference to the factor.
         """
         found, calls = factor, self.traces[0].calls

@@ -237,7 +237,7 @@ def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
     The reduced dims are kept with length 1.
 
     Args:
-        x: the map.
+        x: the map that the call reduces.
         p: the order of the norm: a number other than 0, infinity, "fro", or None for 2.
         dim: the dims over which the norm is taken, as user code gives them.
     """
@@ -353,7 +353,7 @@ def largest_of(reader: Reader, x: Value, k: int, dim: int, least: bool = False) 
 
     Args:
         x: a map such as (N, C, H * W).
-        dim: the dim.
+        dim: the dim of the user's tensor along which the numbers are compared.
         least: True for the ``k`` smallest numbers, the smallest first.
     """
     (at,) = reader.dims_of(dim, x)

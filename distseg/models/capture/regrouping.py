@@ -169,7 +169,6 @@ def _cut(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value:
     channels, for example (N, C, H, W) -> (N, C, H / 2, 2, W / 2, 2).
 
     Args:
-        x: the map.
         groups: for each dim of the reshape's result, the pieces that it consists of
             (:func:`_grouped`).
     """

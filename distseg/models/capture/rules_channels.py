@@ -381,7 +381,7 @@ def _alike(reader: Reader, value: Any) -> Value | None:
     no layer.
 
     Args:
-        value: the number.
+        value: the number with which the tensor is filled.
     """
     if not follows_size(reader.current):
         return None

@@ -836,7 +836,7 @@ class _Recorder(TorchFunctionMode):
         Autograd does not see such a change.
 
         Args:
-            called: the call.
+            called: the call, which the message names.
             changed: ids of the tensors that the call changed.
             memory: key of the storage that the tensors share (:func:`_memory`).
 

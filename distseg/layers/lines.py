@@ -117,9 +117,9 @@ class DistributedLines(DistributedMean):
             size: the size of the feature map.
 
         Returns:
-            The cells, (positions, C, cells of a position); and the number of each cell of a
+            The cells, (positions, C, cells of a position); and the index of each cell of a
                 position, counted over the whole image, (cells of a position,). For the means of
-                rows, this number is the cell's column.
+                rows, this index is the cell's column.
         """
         others = [d for d in range(len(size)) if d not in self.kept]
         numbers = numbers_of(_picked(place, others), [size[d] for d in others]).to(image.device)
@@ -129,7 +129,7 @@ class DistributedLines(DistributedMean):
     def _numbers(self, place: Box, size: Sequence[int]) -> Tensor:
         """Return the indices of a line's positions that a box covers, (positions,).
 
-        For the means of rows, these are the numbers of the box's rows.
+        For the means of rows, these are the indices of the box's rows.
 
         Args:
             place: the box, in cells of the whole feature map.

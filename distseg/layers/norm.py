@@ -451,7 +451,7 @@ class DistributedNorm(nn.Module):
         that share a statistic: the channels of a group in group norm, otherwise 1.
 
         Args:
-            by_row: for the number of each row of the statistics, the contributions to it.
+            by_row: for the index of each row of the statistics, the contributions to it.
             statistics: the combined moments. Only the number of columns of ``mean`` is used.
         """
         channels = (

@@ -196,7 +196,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Call:
-    """A layer, its name, and the numbers of the feature maps with which it is called (``inputs``).
+    """A layer, its name, and the indices of the feature maps with which it is called (``inputs``).
 
     Map 0 is the image, and call n of a network makes map n + 1.
     """
@@ -207,12 +207,12 @@ class Call:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Numbers of the input maps whose values the layer reads: all but the map ``like``."""
+        """Indices of the input maps whose values the layer reads: all but the map ``like``."""
         return self.inputs if self.like is None else self.inputs[:-1]
 
     @property
     def like(self) -> int | None:
-        """Number of the last input map if the layer reads only that map's size; else None."""
+        """Index of the last input map if the layer reads only that map's size; else None."""
         return self.inputs[-1] if isinstance(self.layer, LooksAtSize) else None
 
 
@@ -325,7 +325,7 @@ def _collect(
         layers: the name and the layer of each remaining call of the whole network. The iterator
             moves on by the calls of ``model``.
         found: the calls so far. This list is updated.
-        stashed: the numbers of the maps that are stashed, by stash name. This dict is updated.
+        stashed: the indices of the maps that are stashed, by stash name. This dict is updated.
     """
     maps = {IMAGE: at}
     for child, inner in children_of(model):
@@ -352,7 +352,7 @@ def _skipped(
         layer: a stash, a pop, or any other layer.
         position: the index of the layer, for error messages.
         source: the index of the map with which the layer is called.
-        stashed: the numbers of the maps that are stashed, by stash name. This dict is updated.
+        stashed: the indices of the maps that are stashed, by stash name. This dict is updated.
 
     Returns:
         A tuple: the index of the skip's map for a pop, empty for all other layers.

@@ -17,7 +17,7 @@ def materialise(model: nn.Module, seed: int, positions: set[int] | None = None) 
     Args:
         model: the model to initialise.
         seed: the seed. The weights of a layer depend only on the seed and on the layer's name.
-        positions: the numbers of the layers to initialise, by default all. Only a model that is a
+        positions: the indices of the layers to initialise, by default all. Only a model that is a
             list of layer calls has several layers; another model is layer 0.
 
     Raises:

@@ -24,7 +24,7 @@ class Node:
 
     Attributes:
         name: the name of the layer.
-        inputs: numbers of the feature maps that the layer reads.
+        inputs: indices of the feature maps that the layer reads.
         access_patterns: for each dim, the access pattern of the layer on its first input. Empty if
             an output cell reads only the cell at its own position of the first input. Of each other
             input, an output cell always reads only the cell at its own position.
@@ -149,7 +149,7 @@ class Graph(Sequence[Node]):
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
-        """For each map, the numbers of the nodes that read it, in order."""
+        """For each map, the indices of the nodes that read it, in order."""
         found: dict[int, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for source in dict.fromkeys(node.inputs):
@@ -178,7 +178,7 @@ def last_readings(
     A map can be freed after the last node in ``numbers`` that reads it.
 
     Args:
-        inputs: for each node of the network, the numbers of the maps that it reads.
+        inputs: for each node of the network, the indices of the maps that it reads.
         numbers: the nodes, in order.
         kept: the maps that are never freed.
     """
@@ -194,7 +194,7 @@ class Skip(NamedTuple):
 
     Attributes:
         stash: index of the map, which is also the index of the node right after it.
-        pop: number of the later node that reads the map.
+        pop: index of the later node that reads the map.
     """
 
     stash: int
@@ -205,7 +205,7 @@ def skips_of(inputs: Sequence[Sequence[int]]) -> list[Skip]:
     """Return all skip connections, sorted by the map that they carry.
 
     Args:
-        inputs: for each node the numbers of the maps that it reads.
+        inputs: for each node the indices of the maps that it reads.
     """
     return sorted(
         {
@@ -223,7 +223,7 @@ def crossing(
     """Return the maps that one range of nodes, such as a stage, computes and another range reads.
 
     Args:
-        inputs: for each node the numbers of the maps that it reads.
+        inputs: for each node the indices of the maps that it reads.
         ranges: consecutive ranges of nodes, such as the stages of a pipeline.
 
     Returns:

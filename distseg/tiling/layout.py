@@ -421,7 +421,7 @@ def _cut(
         dim: the spatial dim, counted from 0.
         sizes: the size of each feature map along the dim.
         borders: the tile borders of the image.
-        inner: a function that is called for each node that is not pointwise, with the number of the
+        inner: a function that is called for each node that is not pointwise, with the index of the
             node and the borders of its first input. It returns the borders between the tiles of the
             node's result, without 0 and the size.
     """
@@ -529,7 +529,7 @@ def _earlier(graph: Graph, point: int, stored: Container[int]) -> int:
     Args:
         graph: the network.
         point: the index of the node before which an exchange is needed.
-        stored: the numbers of the nodes whose first input is stored.
+        stored: the indices of the nodes whose first input is stored.
     """
     number = point
     while number not in stored:

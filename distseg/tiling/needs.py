@@ -87,7 +87,7 @@ def needs_along(
 
     Args:
         graph: all nodes of the network.
-        numbers: the numbers of the nodes that tiles compute, in order.
+        numbers: the indices of the nodes that tiles compute, in order.
         dim: the spatial dim along which spans (start, stop) are computed.
         sizes: size of each map along the dim.
         wanted: for each tile, the span of the result of the last node in ``numbers`` to compute.
@@ -98,7 +98,7 @@ def needs_along(
 
     Returns:
         A list with the spans of all tiles for each node in ``numbers``, and a dict. Its keys are
-        the numbers of the maps that these nodes read or compute; its values are the spans that each
+        the indices of the maps that these nodes read or compute; its values are the spans that each
         tile must have.
     """
     needed = _needed(graph, numbers, dim, sizes, wanted, owned, points)

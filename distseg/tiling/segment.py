@@ -35,8 +35,8 @@ class Segment:
     """The nodes (layer calls) that compute one stored feature map from other stored feature maps.
 
     Attributes:
-        nodes: numbers of the nodes in the graph of the network, in order.
-        sources: numbers of the stored maps that these nodes read.
+        nodes: indices of the nodes in the graph of the network, in order.
+        sources: indices of the stored maps that these nodes read.
         stage: the pipeline stage that runs these nodes.
     """
 
@@ -58,7 +58,7 @@ def segments_of(graph: Graph, cuts: Iterable[int], stages: Sequence[range] = ())
 
     Args:
         graph: the network.
-        cuts: numbers of maps that must be stored.
+        cuts: indices of maps that must be stored.
         stages: the range of nodes of each pipeline stage.
     """
     stored = {
@@ -91,8 +91,8 @@ def _costly(graph: Graph, runs: Iterable[list[int]], stored: set[int]) -> set[in
 
     Args:
         graph: the network.
-        runs: for each segment, the numbers of the nodes that it would run.
-        stored: the numbers of the maps that are stored already.
+        runs: for each segment, the indices of the nodes that it would run.
+        stored: the indices of the maps that are stored already.
     """
     times = Counter(number for nodes in runs for number in nodes)
     found = set()

@@ -81,7 +81,7 @@ class Pop(nn.Module):
         self.name = name
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Return the concatenation of the skip and ``x`` along the channels.
+        """Return the skip and ``x`` concatenated along the channels (:class:`Add`: added).
 
         Args:
             x: the input of the layer.

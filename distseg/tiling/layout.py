@@ -459,7 +459,7 @@ def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Ma
 
 @dataclass(frozen=True)
 class _Since:
-    """Record, kept for a map by :func:`exchange_points`, of the layers since the last exchange.
+    """Record of the layers between the last exchange and a map, for :func:`exchange_points`.
 
     A layer reads beyond its tile if a tile of its result needs cells of neighbouring tiles.
 

@@ -87,7 +87,7 @@ def _quantiles() -> np.ndarray:
 
 
 def _bits(k: int, positions: np.ndarray) -> np.ndarray:
-    """Return 64 random bits of key ``k`` for each position, as uint64, in the same shape."""
+    """Return 64 random bits of key ``k`` at each position, a uint64 array like ``positions``."""
     with np.errstate(over="ignore"):
         z = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(k)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)

@@ -325,7 +325,7 @@ class Reader:
                 self.values[Made(self.number, part)] = self._typed(value, part)
 
     def _typed(self, value: Value, part: int) -> Value:
-        """Return ``value`` with the current call's dtype noted if it is an integer or bool dtype.
+        """Return ``value`` with the dtype of the call's result if it is an integer or bool dtype.
 
         Return it unchanged if the dtype is a floating point type, whose precision the run sets.
 

@@ -56,7 +56,7 @@ class Value:
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Spatial size for each traced image size; a vector has that of maps to combine it with."""
+        """Spatial size for each traced image size; for a vector, of maps to combine it with."""
         return tuple(shape[2:] for shape in self.shapes)
 
     @property

@@ -19,14 +19,14 @@ _WIDER = {np.dtype("u2"): np.int32, np.dtype("u4"): np.int64, np.dtype("u8"): np
 
 
 class Arrays:
-    """Images, or the targets of images, which may differ in their size.
+    """Images, or targets of images, that a user gives as arrays; they may differ in their size.
 
     Args:
         given: one array (B, ..., *size), one image without its batch dim, or a list of images.
         dims: number of spatial dims.
         lead: the numbers of dims that one image may have before its spatial dims, such as (1,) for
             (C, *size).
-        what: name of the argument, for error messages.
+        what: name of the user's argument, for error messages.
         batch: True if an array has a batch dim, False if not. With None, an array is a batch if its
             shape without the first dim is that of an image that ``lead`` allows.
 
@@ -58,7 +58,7 @@ class Arrays:
 
     @property
     def is_batch(self) -> bool | None:
-        """True for an array with a batch dim, False for one image, None for a list of images.
+        """True for an array with a batch dim, False for one image, None for several in a list.
 
         A list of one image counts as one image.
         """
@@ -83,10 +83,10 @@ class Arrays:
         return self._images[image].shape if self._batch is None else self._batch.shape
 
     def read(self, images: Sequence[int], box: Box) -> Tensor:
-        """Return the same box of several images of one size, (images, ..., *box.size).
+        """Return the pixels of one box in several images, (images, ..., *box.size).
 
         Args:
-            images: the indices of the images.
+            images: the indices of the images, which must have the same size.
             box: the box of pixels to read.
         """
         if self._batch is None:
@@ -96,10 +96,12 @@ class Arrays:
         return torch.stack([_read(self._batch, (i,), box, self.dims) for i in images])
 
     def by_size(self, images: Sequence[int]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-        """Yield (size, indices of the images of this size), in the order of their first images.
+        """Group images by size: yield each size, and the indices of the images that have it.
+
+        The sizes are in the order in which they first occur.
 
         Args:
-            images: the indices of the images to sort by size.
+            images: the indices of the images to group.
         """
         found: dict[tuple[int, ...], list[int]] = {}
         for image in images:
@@ -108,10 +110,10 @@ class Arrays:
 
 
 class Stacked:
-    """Several inputs of a network, read as one input with all their channels.
+    """Several inputs of a network, read as one input in which their channels are concatenated.
 
     Args:
-        parts: the inputs.
+        parts: the images of each input.
 
     Raises:
         ValueError: the inputs differ in their number of images or in the size of an image.
@@ -139,14 +141,14 @@ class Stacked:
         return len(self.parts[0])
 
     def channels(self, image: int) -> int:
-        """Return the number of channels of all inputs together, for the image ``image``."""
+        """Return the number of channels of all inputs together, for the image of this index."""
         return sum(part.channels(image) for part in self.parts)
 
     def read(self, images: Sequence[int], box: Box) -> Tensor:
-        """Return the same box of several images of one size, (images, channels, *box.size).
+        """Return the pixels of one box in several images, (images, channels, *box.size).
 
         Args:
-            images: the indices of the images.
+            images: the indices of the images, which must have the same size.
             box: the box of pixels to read.
         """
         return torch.cat([part.read(images, box) for part in self.parts], 1)
@@ -160,7 +162,7 @@ def _array(given, what: str):
         what: name of the argument, for error messages.
 
     Raises:
-        ValueError: ``given`` is neither, or is a tensor that requires a gradient.
+        ValueError: ``given`` is no array and no number, or a tensor that requires a gradient.
     """
     if isinstance(given, (int, float)):
         return torch.tensor(given)
@@ -181,8 +183,9 @@ def _read(array, lead: tuple, box: Box, dims: int) -> Tensor:
     """Return a box of an array as a tensor, in a dtype that PyTorch has.
 
     Args:
-        array: the array, whose dims are those of ``lead``, then channels if it has any, then size.
-        lead: indices along the first dims, such as the image in a batch.
+        array: the array. Its dims are those indexed by ``lead``, then channels if it has any, then
+            the spatial dims.
+        lead: indices along the first dims of the array, such as the image in a batch.
         box: the box along the last dims.
         dims: number of spatial dims.
     """

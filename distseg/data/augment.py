@@ -15,9 +15,9 @@ from distseg.tiling.tile import Box
 
 @dataclass(frozen=True)
 class Turn:
-    """Rotation of the last two dims by ``quarters`` x 90 degrees, then a flip along some dims.
+    """Turn of an image: rotation of the last two dims by ``quarters`` x 90 degrees, then flips.
 
-    The rotation is that of ``np.rot90``. ``flips`` has one bool per dim.
+    The rotation is that of ``np.rot90``. ``flips`` has one bool per dim, True to flip it.
     """
 
     flips: tuple[bool, ...]
@@ -29,7 +29,7 @@ class Turn:
         return cls((False,) * dims)
 
     def size(self, size) -> tuple[int, ...]:
-        """Return the size that a crop of ``size`` has after the turn.
+        """Return the size of a crop after the turn, from its ``size`` before.
 
         A turn by 90 or 270 degrees swaps the last two dims. So the method can also be called with
         the size after the turn; it then returns the size before the turn.
@@ -47,7 +47,7 @@ class Turn:
         )
 
     def source(self, box: Box, size) -> Box:
-        """Return the box of the unturned crop whose content the turn moves to ``box``.
+        """Return the box of the crop before the turn whose pixels the turn moves to ``box``.
 
         Args:
             box: a box of the turned crop.
@@ -59,7 +59,7 @@ class Turn:
         return box
 
     def target(self, box: Box, size) -> Box:
-        """Return the box of the turned crop to which the turn moves the content of ``box``.
+        """Return the box of the turned crop to which the turn moves the pixels of ``box``.
 
         Args:
             box: a box of the crop before the turn.
@@ -77,8 +77,8 @@ class Colour:
     It imitates other light or another sensor.
 
     Attributes:
-        gains: the factor of each band.
-        offsets: the offset of each band, in standard deviations of the band.
+        gains: the factor of each band, (bands,).
+        offsets: the number added to each band, in standard deviations of the band, (bands,).
     """
 
     gains: tuple[float, ...]
@@ -97,7 +97,7 @@ class Colour:
         return cls(tuple(np.exp(gains)), tuple(offsets))
 
     def apply(self, pixels: np.ndarray) -> np.ndarray:
-        """Return ``pixels`` (C, *size) float32 times the gains plus the offsets."""
+        """Return pixels after the change: ``pixels`` times gain plus offset, (C, *size) float32."""
         gains, offsets = (
             np.asarray(v, dtype=np.float32).reshape(-1, *(1,) * (pixels.ndim - 1))
             for v in (self.gains, self.offsets)
@@ -109,7 +109,7 @@ def _mirrored(box: Box, size, flips) -> Box:
     """Return the box to which a flip of an image moves the pixels of ``box``.
 
     Args:
-        box: the box.
+        box: a box of the image before the flip.
         size: the size of the image.
         flips: for each dim, True if the image is flipped along it.
     """

@@ -50,14 +50,15 @@ _GDAL_CACHE = 64  # MB of blocks that GDAL keeps; its own default is 5 % of the 
 
 @dataclass(frozen=True)
 class Classes:
-    """Meaning of the class numbers in a class map.
+    """Names and colours of the classes in a class map, and its georeference.
 
     Attributes:
         names: names in the order of the class numbers.
         colours: (K, 3) uint8, one per class.
-        nodata: the class number that stands for no data.
-        place: the georeference of the image, if it has one.
-        traced: the numbers of the classes whose objects are written; None for all classes.
+        nodata: the number that stands for "no data" in the class map.
+        place: the georeference of the image; None if it has none.
+        traced: the numbers of the classes whose objects are written, as polygons or as a TIFF of
+            object numbers; None for all classes.
     """
 
     names: list[str]
@@ -68,7 +69,7 @@ class Classes:
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """The class numbers from 0 to 255 whose objects are not written."""
+        """The numbers from 0 to 255 whose objects are not written: all except ``traced``."""
         traced = range(len(self.names)) if self.traced is None else self.traced
         return tuple(number for number in range(256) if number not in traced)
 
@@ -88,7 +89,7 @@ def numbers_of(
 
     Args:
         names: names in the order of the class numbers.
-        chosen: names of some classes.
+        chosen: the names that the setting holds; None if it is not set.
         setting: name of the setting that chooses the classes, for messages.
 
     Raises:
@@ -115,7 +116,7 @@ def paths_of(
     Args:
         folder: the folder for results.
         name: the name of the image.
-        formats: the setting ``predict.formats``, keys of ``FORMS``.
+        formats: the setting ``predict.formats``, such as ``hdf5`` or ``tiff``.
         size: the size of the image.
         probabilities: True if probabilities are written too.
 
@@ -154,7 +155,7 @@ def paths_of(
 
 
 def check_written(paths: Sequence[Path], place: Georeference | None, name: str) -> None:
-    """Check, before a class map is computed, that its files can be written.
+    """Check, before a class map is computed, that its result files can be written.
 
     Args:
         paths: the files.
@@ -205,7 +206,7 @@ def check_not_read(paths: Iterable[Path], inputs: Iterable[Path]) -> None:
 
 
 def form_of(path: Path) -> str:
-    """Return the format that the ending of a path stands for, a key of ``FORMS``.
+    """Return the format that the ending of a path stands for, such as ``tiff`` for ``.tif``.
 
     If several endings fit, such as ``.tif`` and ``.cog.tif``, the longest counts.
     """
@@ -226,9 +227,9 @@ def write(
     Args:
         path: the file to write.
         arrays: ``classes`` (*size) uint8 and optionally ``probabilities`` (C, *size) float16.
-        classes: the meaning of the class numbers.
-        identity: the identity of the result.
-        advance: called after each write with the number of pixels in it.
+        classes: the names and colours of the classes.
+        identity: a digest of everything that the result depends on, to store in the file.
+        advance: called after each write with the number of pixels that were written.
         scratch: a folder for temporary files, on the disk of ``path``.
     """
     form = form_of(path)
@@ -243,11 +244,12 @@ def write(
 
 
 def are_there(paths: Sequence[Path], identity: str) -> bool:
-    """Return True if all these files exist and hold this identity, False otherwise.
+    """Return True if all files of a class map exist and hold this identity, False otherwise.
 
     Args:
-        paths: the files of a class map.
-        identity: the identity of the result (:func:`distseg.data.class_map.identity_of`).
+        paths: the files of the class map, one per format.
+        identity: a digest of everything that the result depends on
+            (:func:`distseg.data.class_map.identity_of`).
 
     Raises:
         FileExistsError: one of the paths exists and is not a class map of distseg.
@@ -257,7 +259,7 @@ def are_there(paths: Sequence[Path], identity: str) -> bool:
 
 
 def _identity_in(path: Path) -> str:
-    """Return the identity in the file of a class map.
+    """Return the identity that a class map's file holds: a digest of what it was computed from.
 
     Raises:
         FileExistsError: the file is not a class map that distseg wrote.
@@ -367,7 +369,7 @@ def _write_tiff(
 
 
 def _about(names: Sequence[str], identity: str) -> str:
-    """Return the description of a TIFF file: the names of the classes and the identity."""
+    """Return the text for a TIFF's description: JSON with the class names and the identity."""
     return json.dumps({"class_names": list(names), _KEY: identity})
 
 
@@ -384,9 +386,10 @@ def names_in(path: Path) -> list[str] | None:
 
 
 def nodata_in(path: Path) -> int | None:
-    """Return the label for no data in a PNG class map that distseg wrote; None for other files.
+    """Return the label that means "no data" in a PNG class map that distseg wrote.
 
-    Other formats declare this label in a way that their readers know.
+    The result is None for all other files. Their formats declare this label in a way that their
+    readers know.
     """
     if path.suffix.lower() != ".png":
         return None
@@ -456,14 +459,16 @@ def _labels_of(found: np.ndarray, classes: Classes, advance: Callable[[int], Non
 def write_objects(
     path: Path, form: str, labels: LabelMap, names: Sequence[str], identity: str
 ) -> int:
-    """Write the objects of a label map and return how many were written.
+    """Write the objects of a label map to a file, and return how many were written.
+
+    An object is a set of connected pixels of one class.
 
     Args:
-        path: an empty file.
-        form: gpkg, geojson or objects.
+        path: an empty file, which is overwritten.
+        form: ``gpkg`` or ``geojson`` for polygons; ``objects`` for a TIFF of object numbers.
         labels: the label map.
         names: the names of the classes, for the description of a TIFF file.
-        identity: the identity of the result, which is stored in the file.
+        identity: a digest of everything that the result depends on, to store in the file.
     """
     if form == "objects":
         return write_numbers(path, labels, _about(names, identity))

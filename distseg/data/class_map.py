@@ -42,7 +42,7 @@ def identity_of(about: dict, size: Sequence[int], tiles: Sequence[Box], likely: 
         about: settings and inputs, in types that JSON can hold.
         size: the size of the image.
         tiles: the tiles of the image.
-        likely: number of channels of probabilities; 0 for none.
+        likely: number of channels of probabilities; 0 if no probabilities are written.
     """
     cut = [(tile.start, tile.stop) for tile in tiles]
     return hashlib.sha256(
@@ -51,7 +51,10 @@ def identity_of(about: dict, size: Sequence[int], tiles: Sequence[Box], likely: 
 
 
 def _locked_folder(folder: Path) -> IO:
-    """Create a folder if it is missing, and return its open lock file (:func:`locked`)."""
+    """Create a folder if it is missing, lock it for this process, and return its open lock file.
+
+    Other processes are refused the lock until the file is closed (:func:`locked`).
+    """
     while True:
         folder.mkdir(exist_ok=True)
         # Another process that finished its map may remove the folder between these two lines.
@@ -66,12 +69,12 @@ class PartialMap:
     ``probabilities``, (likely, *size) float16.
 
     Args:
-        folder: created if missing. A folder with the same ``identity`` is taken over, a folder with
-            another identity is emptied.
-        identity: the identity of the result, from :func:`identity_of`.
+        folder: created if missing. If it holds an unfinished map with the same ``identity``, this
+            map is continued. A map with another identity is deleted.
+        identity: a digest of everything that the result depends on, from :func:`identity_of`.
         size: the size of the image.
         tiles: the tiles of the image, in order.
-        likely: number of channels of probabilities; 0 for none.
+        likely: number of channels of probabilities; 0 if no probabilities are written.
 
     Attributes:
         taken_up: True if the folder held an unfinished map with the same identity, which is
@@ -124,7 +127,7 @@ class PartialMap:
     def write(
         self, number: int, classes: np.ndarray, probabilities: np.ndarray | None = None
     ) -> None:
-        """Write a tile. The next flush records it as finished.
+        """Write the pixels of a tile. The next :meth:`flush` records the tile as finished.
 
         Args:
             number: index of the tile in ``tiles``.
@@ -158,8 +161,8 @@ class PartialMap:
 
         Args:
             paths: files to write; each ending chooses the format.
-            classes: the meaning of the class numbers.
-            advance: called after each write with the number of pixels in it.
+            classes: the names and colours of the classes.
+            advance: called after each write with the number of pixels that were written.
         """
         self.flush()
         assert not self.missing
@@ -204,10 +207,10 @@ class PartialMap:
             return np.memmap(file, dtype, "r+", shape=shape)
 
     def _sum(self, number: int) -> int:
-        """Return the checksum of the pixels of tile ``number``, which the file ``done`` records.
+        """Return the checksum of the pixels of tile ``number``.
 
-        It is never 0, because a 0 in this file marks an unfinished tile. The pages of the tile are
-        released from memory afterwards: they also hold pixels of the tiles beside it.
+        The file ``done`` records it for each finished tile; a 0 there marks an unfinished tile, so
+        the result is never 0. The pages of the mapped file that were read are released from memory.
         """
         at, found = self.tiles[number].slices, zlib.crc32(str(number).encode())
         for array in self._arrays.values():
@@ -227,7 +230,7 @@ class PartialMap:
             let_go(array)
 
     def _is_same(self) -> bool:
-        """True if the folder has a partial map of this identity, with files of the right sizes."""
+        """Return True if the folder holds a map of this identity, with files of the right sizes."""
         try:
             with os.fdopen(opened_plain(self.folder / "identity", os.O_RDONLY), "rb") as file:
                 same = file.read(2 * len(self.identity)) == self.identity.encode()
@@ -243,7 +246,7 @@ class PartialMap:
             return False
 
     def _begin(self) -> None:
-        """Make the files of an empty partial map, after a check of the free disk space."""
+        """Create the files of a map with no finished tile, after a check of the free disk space."""
         self._clear()
         needed = sum(self._bytes.values())
         try:

@@ -25,7 +25,9 @@ _IMAGES_KEPT = 32  # images whose weights stay in memory
 
 
 def focus_of(store: Store, split: str, data: DataBase) -> Focus | None:
-    """Return the source of the pixels near which crops are placed; None if no setting asks for it.
+    """Return the object that draws the pixels near which crops are placed.
+
+    The result is None if neither ``data.focus_class`` nor ``data.focus_weights`` is set.
 
     Args:
         store: the store.
@@ -44,17 +46,18 @@ def focus_of(store: Store, split: str, data: DataBase) -> Focus | None:
 
 
 class Focus:
-    """Source of random pixels of some classes, near which crops are placed.
+    """Source of random pixels of chosen classes, near which crops are placed.
 
-    Each class is drawn in proportion to its weight. Each block of an image is drawn in proportion
-    to the square root of its number of pixels of the class.
+    A class is drawn in proportion to its weight. Then a block of an image is drawn in proportion to
+    the square root of its number of pixels of this class, and then one of these pixels.
 
     Args:
         store: the store.
         split: the name of the split.
         weights: the weight of each class by its name, above 0; None for equal weights of all
             classes that have a pixel in the split.
-        setting: the setting that names the classes, for messages.
+        setting: the setting that names the classes, ``focus_class`` or ``focus_weights``, for
+            messages.
 
     Raises:
         ValueError: the store does not have a class or has labels of whole images, or the split has
@@ -88,9 +91,9 @@ class Focus:
     def pixel(
         self, kind: float, image: float, block: float, pixel: float
     ) -> tuple[str, tuple[int, ...]]:
-        """Return the name of an image, and the position of a pixel of a class in it.
+        """Return a random pixel of a chosen class: the name of its image, and its position there.
 
-        The arguments are random numbers in [0, 1). They draw the class, the image, a block of it,
+        The arguments are random numbers in [0, 1). They choose the class, the image, a block of it,
         and a pixel of the class in this block.
         """
         row = _drawn(self._kinds, kind)
@@ -117,7 +120,7 @@ class Focus:
 
 
 def _check(store: Store, weights: Mapping[str, float] | None, setting: str) -> None:
-    """Refuse names that are no class of a store, and a store with labels of whole images."""
+    """Refuse names in ``weights`` that are no class of a store, and a store of image labels."""
     for name in weights or {}:
         if name not in store.classes:
             raise ValueError(
@@ -133,7 +136,7 @@ def _check(store: Store, weights: Mapping[str, float] | None, setting: str) -> N
 
 
 def _named(setting: str, *names: str) -> str:
-    """Return the beginning of a message on classes that a setting names."""
+    """Return the beginning of an error message: a setting and the classes that it names."""
     verb = "is" if setting == "focus_class" else "has"
     return f"data.{setting} {verb} {', '.join(map(repr, names))}"
 

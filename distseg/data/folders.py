@@ -37,7 +37,7 @@ _OTHERS = frozenset(
 
 
 def split_folders(images: Path) -> list[str]:
-    """Return the splits that are subfolders of ``images``, such as train; empty without splits."""
+    """Return which of train, val and test are subfolders of ``images``; empty if none is."""
     return [split for split in SPLITS if (images / split).is_dir()]
 
 
@@ -54,8 +54,8 @@ def check_folders(images: Path, masks: Path | None, nested: bool = False) -> Non
             only subfolders in these are read.
 
     Raises:
-        ValueError: there are such images, and the message names the first images or their folder;
-            or ``masks`` is a file, but no vector file.
+        ValueError: an image would not be read, or ``masks`` is a file, but no vector file. The
+            message names the first such images or their folder.
     """
     if masks is not None and masks.is_file():
         if not is_vector(masks):
@@ -103,7 +103,7 @@ def unread(images: Path, masks: Path | None, nested: bool = False) -> list[str]:
 
 
 def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
-    """Return (image, mask) pairs: the files of two folders whose names match.
+    """Return (image, mask) for each image: the files of two folders whose names match.
 
     Two names match if they differ only in their endings, and in a part at the beginning or end that
     all masks, or all images, have in common.
@@ -135,7 +135,10 @@ def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
 
 
 def folder_of(masks: Path | None, split: str) -> Path | None:
-    """Return the folder of the masks of a split; a vector file holds the labels of all splits."""
+    """Return the subfolder ``split`` of the folder of masks.
+
+    If ``masks`` is a vector file for all splits, or None, it is returned unchanged.
+    """
     return masks if masks is None or masks.is_file() else masks / split
 
 
@@ -149,10 +152,10 @@ def _roots(images: Path, masks: Path | None) -> list[Path]:
 
 
 def subfolders(root: Path, apart: Path | None = None) -> list[Path]:
-    """Return a folder and all folders in it, as paths relative to it, sorted.
+    """Return a folder and all folders below it, as sorted paths relative to it.
 
-    Hidden folders, and folders that are images (OME-Zarr), are left out. A folder that links lead
-    to twice is returned once.
+    Hidden folders, and folders that are images (OME-Zarr), are left out. A folder that is found
+    several times, through links, is returned once.
 
     Args:
         root: the folder.
@@ -174,12 +177,15 @@ def subfolders(root: Path, apart: Path | None = None) -> list[Path]:
 
 
 def holds_files(folder: Path, suffixes: Sequence[str]) -> bool:
-    """Return True if a folder exists and has a file with one of the endings; not in subfolders."""
+    """Return True if a folder exists and itself, not a subfolder, has a file with such an ending.
+
+    ``suffixes`` are the endings, such as ``.tif``.
+    """
     return folder.is_dir() and any(suffix_of(e.name) in suffixes for e in _listed(folder))
 
 
 def _places(images: Path, masks: Path | None, nested: bool = False) -> list[Path]:
-    """Return all existing folders that are searched for files, including folders of splits."""
+    """Return the existing folders in which images or masks are searched, those of splits too."""
     if nested:
         roots = [root for root in _roots(images, masks) if root.is_dir()]
         return [root / folder for root in roots for folder in subfolders(root)]
@@ -199,10 +205,10 @@ def _listed(folder: Path) -> list[os.DirEntry]:
 
 
 def mask_files(folder: Path) -> dict[str, Path]:
-    """Return the masks of a folder as {name without ending: path}, sorted by name.
+    """Return the masks of a folder as a dict {name without ending: path}, sorted by name.
 
-    They are the image files or, in a folder without image files, the vector files, or without
-    these the text files of YOLO.
+    They are the image files of the folder. In a folder without image files they are the vector
+    files, and in a folder without either the text files of YOLO.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -216,7 +222,7 @@ def mask_files(folder: Path) -> dict[str, Path]:
 
 
 def image_files(folder: Path, suffixes: Sequence[str] = SUFFIXES) -> dict[str, Path]:
-    """Return the image files of a folder as {name without ending: path}, sorted by name.
+    """Return the image files of a folder as a dict {name without ending: path}, sorted by name.
 
     Args:
         folder: the folder.
@@ -276,7 +282,7 @@ def _refuse_folders(place: Path, read: set[Path]) -> None:
         read: the folders that are searched, and all their parents.
 
     Raises:
-        ValueError: there is such a subfolder; the message names the repair.
+        ValueError: a subfolder is refused; the message names the repair.
     """
     for entry in _listed(place):
         if suffix_of(entry.name) in IMAGE_FOLDERS:

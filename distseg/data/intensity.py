@@ -20,7 +20,7 @@ _GAMMA_RANGE = np.float32(3)  # standard deviations around the mean within which
 
 @dataclass(frozen=True)
 class Intensity:
-    """Change of the pixel values of one sample.
+    """Change of the pixel values of one normalised sample: blur, gamma, contrast and so on.
 
     Attributes:
         blur: standard deviation of a Gaussian filter, in pixels; 0 changes nothing.
@@ -29,7 +29,7 @@ class Intensity:
         brightness: offset in standard deviations of the band; 0 changes nothing.
         noise: standard deviation of Gaussian noise, in standard deviations of the band; 0 for no
             noise.
-        key: the key of the noise.
+        key: the key of the random numbers of the noise.
     """
 
     blur: float = 0.0
@@ -41,7 +41,7 @@ class Intensity:
 
     @property
     def margin(self) -> int:
-        """The number of pixels around a box from which the blurred box is computed."""
+        """The number of pixels at each side of a box that the blur of the box reads."""
         return math.ceil(3 * self.blur)
 
     def blurred(
@@ -75,8 +75,9 @@ class Intensity:
 
         Args:
             pixels: the pixels of ``box``, (C, *box.size) float32, which may be changed in place.
-            box: the box of the sample.
-            size: the size of the sample, which gives the place of each pixel's noise.
+            box: the box of the sample in which the pixels lie.
+            size: the size of the sample. It numbers the pixels, so that a pixel gets the same noise
+                in every box.
         """
         if self.gamma != 1:
             pixels = _with_gamma(pixels, self.gamma)
@@ -92,16 +93,19 @@ class Intensity:
 
 
 def _gaussian(sigma: float, margin: int) -> np.ndarray:
-    """Return the weights of a Gaussian filter, (2 * margin + 1,) float32, whose sum is 1."""
+    """Return the weights of a Gaussian filter, (2 * margin + 1,) float32; their sum is 1.
+
+    ``sigma`` is the standard deviation in pixels.
+    """
     weights = np.exp(-0.5 * (np.arange(-margin, margin + 1) / sigma) ** 2)
     return (weights / weights.sum()).astype(np.float32)
 
 
 def _filtered(bands: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return each band filtered along all its dims; the result lacks the margin on each side.
+    """Return bands filtered along each spatial dim, without the margin at each side.
 
     Args:
-        bands: (C, *size) float32.
+        bands: (C, *size) float32, with the margin.
         weights: (2 * margin + 1,) the symmetric weights of the filter.
     """
     margin, found = len(weights) // 2, []
@@ -124,9 +128,9 @@ def _filtered(bands: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def _with_gamma(pixels: np.ndarray, gamma: float) -> np.ndarray:
-    """Return pixels whose values within 3 standard deviations of the mean have a new gamma.
+    """Return normalised pixels after gamma correction with the exponent ``gamma``.
 
-    A value is moved from -3 .. 3 to 0 .. 1, raised to the power ``gamma`` and moved back. Values
+    A value from -3 to 3 is scaled to 0 .. 1, raised to the power ``gamma`` and scaled back. Values
     outside stay as they are.
     """
     inside = np.clip(pixels, -_GAMMA_RANGE, _GAMMA_RANGE)

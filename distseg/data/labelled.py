@@ -45,12 +45,13 @@ def prepare_labelled(
         table: a CSV file with one line per image: ``image`` (the file's name in the folder, with or
             without its ending), ``label``, and optionally ``split``.
         output: the store to write.
-        classes: names in the order of their labels; by default all labels found, sorted. With one
+        classes: names in the order of their labels; None takes all labels found, sorted. With one
             name, labels are numbers and the name says what they measure.
-        splits: shares of train, val and test, used if neither folders nor table assign splits.
-        seed: seed of the random assignment by these shares.
+        splits: fractions of the images for train, val and test, used if neither folders nor table
+            assign splits.
+        seed: seed of the random assignment to splits.
         overwrite: True if an existing store may be replaced.
-        nodata: the number that stands for no data; by default the number that each file declares.
+        nodata: the pixel value that means "no data"; None takes the value that each file declares.
         alpha: how to treat an alpha band (:func:`distseg.data.prepare.prepare_folder`).
         pages: ``bands`` or ``volume`` (:func:`distseg.data.prepare.prepare_folder`).
         reference: True to refer to the image files (:func:`distseg.data.prepare.prepare_folder`).
@@ -135,7 +136,7 @@ def prepare_labelled(
 
 
 def _number(label: str) -> float:
-    """Return a label as a number; infinity, which sorts last, if it is not a finite number."""
+    """Return the number that a label's text stands for; infinity if it is no finite number."""
     try:
         value = float(label)
     except ValueError:
@@ -144,9 +145,10 @@ def _number(label: str) -> float:
 
 
 def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
-    """Return (file, class, split) of each image below ``root``.
+    """Return (file, class, split) of each image below the folder ``root``.
 
-    The split is None if there are no folders train, val or test.
+    The class is the name of the image's folder. The split is None if there are no folders train,
+    val or test.
     """
     there = sorted(
         path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
@@ -171,7 +173,7 @@ def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
 
 
 def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
-    """Return (file, label, split) of each line of a table.
+    """Return (image file, label, split) of each line of a table of labels.
 
     The split is None if the table has no column ``split``.
 
@@ -233,7 +235,7 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
 
 
 def _label(label: str, path: Path, classes: Sequence[str]) -> int | float:
-    """Return the class number of a label; with a single class, return the label as a number.
+    """Return the class number of a label; with a single class, the number that the label is.
 
     Args:
         label: the label as text.

@@ -28,8 +28,8 @@ def pieces(
 ) -> list[TileBatch]:
     """Return the tile batches that one rank reads for a micro-batch.
 
-    Samples of the same size share one tile batch per tile. Sizes come in the order of their first
-    sample. For each size, the tiles come row by row.
+    A tile batch holds the pixels and labels of one tile for all samples of the same size. The
+    sizes come in the order of their first sample. For each size, the tiles come row by row.
 
     Args:
         store: the store.
@@ -37,7 +37,7 @@ def pieces(
         grid: number of ranks along each dim that share an image.
         per_rank: number of tiles of each rank along each dim.
         coordinates: position of this rank in the grid.
-        reach: the receptive field of the network, which determines the halo of a window.
+        reach: the receptive field of the network, which determines the halo around a tile.
         pixels: True to read the pixels.
         labels: True to read the labels.
     """
@@ -55,10 +55,10 @@ def blocks(
     stride,
     note_bytes: Callable[[int], None],
 ) -> list[LazyTileBatch]:
-    """Return the tile batches of a rank for a micro-batch that is streamed.
+    """Return the lazy tile batches of a rank for a micro-batch that is streamed.
 
     There is one for each size of samples. It covers the single tile that the rank owns of these
-    samples, and reads boxes of pixels and labels from the store while the step runs.
+    samples. Boxes of its pixels and labels are read from the store while the optimizer step runs.
 
     Args:
         store: the store.
@@ -87,7 +87,7 @@ def blocks(
 def _places(
     samples: Sequence[Sample], grid, per_rank, coordinates, reach: ReceptiveField
 ) -> Iterator[tuple[list[Sample], TilePlacement]]:
-    """Yield (samples of one size, tile placement) for every size and every tile of this rank.
+    """Yield the samples of one size and the placement of a tile, for each size and own tile.
 
     The arguments are those of :func:`pieces`.
     """
@@ -107,7 +107,10 @@ def _places(
 def _read(
     store: Store, samples: list[Sample], place: TilePlacement, pixels: bool, labels: bool
 ) -> TileBatch:
-    """Return the tile batch of samples of one size; ``pixels`` and ``labels`` say what to read."""
+    """Read one tile of samples of the same size, and return it as a tile batch.
+
+    ``pixels`` and ``labels`` are True to read them; otherwise the tile batch has None.
+    """
     return TileBatch(
         torch.from_numpy(read_pixels(store, samples, place.window)) if pixels else None,
         read_labels(store, samples, place.tile) if labels else None,
@@ -116,11 +119,11 @@ def _read(
 
 
 class StepLoader:
-    """Loader of the data that one rank needs for the steps of an epoch.
+    """Loader of the data that one rank needs for the optimizer steps of an epoch.
 
     A step has ``groups`` x ``accumulate`` x ``data.images`` samples. They are ordered by
-    micro-batch, and within a micro-batch by group. ``steps_read`` counts the steps that were
-    yielded, ``bytes_read`` the bytes that were read from the store.
+    micro-batch, and within a micro-batch by group. The attribute ``steps_read`` counts the steps
+    that were yielded, ``bytes_read`` the bytes that were read from the store.
 
     Args:
         store: the store.
@@ -129,7 +132,7 @@ class StepLoader:
         seed: seed of order, crops and augmentation.
         groups: number of sample groups (replicas).
         group: index of the sample group of this rank.
-        accumulate: number of micro-batches per step.
+        accumulate: number of micro-batches per optimizer step.
         grid: number of ranks along each dim that share an image.
         per_rank: number of tiles of each rank along each dim.
         coordinates: position of this rank in the grid.
@@ -137,7 +140,7 @@ class StepLoader:
         pixels: True to read the pixels. In a pipeline, only the first stage needs them.
         labels: True to read the labels. In a pipeline, only the last stage needs them.
         streaming: True to yield :class:`LazyTileBatch`, which reads its parts during the step.
-        context: the least context of each crop, the pixels around it that the network sees
+        context: how many pixels around each crop the network must see at least
             (:func:`distseg.data.surroundings.box_around`); None if crops have no context.
 
     Raises:
@@ -173,11 +176,13 @@ class StepLoader:
         self._check_images()
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[list[list[TileBatch]]]:
-        """Yield the steps of an epoch as lists of micro-batches, which are lists of tile batches.
+        """Yield the data of each optimizer step of an epoch: tile batches for each micro-batch.
+
+        The outer list has one entry per micro-batch, the inner list one per tile batch.
 
         Args:
             number: the number of the epoch.
-            first_step: the step to begin with, for example after a resumption.
+            first_step: index of the step to begin with, for example after a resumption.
         """
         samples = self._samples(number)
         steps = (

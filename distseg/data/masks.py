@@ -27,11 +27,11 @@ class MaskForm:
 
     Attributes:
         colours: the colour (red, green, blue) of each class; None if masks hold numbers.
-        instances: how to turn object ids into classes; None if the masks hold labels. The id 0 is
+        instances: how object ids become classes; None if the masks hold labels. The id 0 is
             the background, class 0. ``foreground``: all objects are class 1.
             ``border``: in addition, the pixels at which two objects touch are class 2.
-        attribute: the attribute of polygons that holds the name or the label of their class. None:
-            all polygons are class 1.
+        attribute: the attribute of polygons that holds the name or the label of their class. None
+            makes all polygons class 1.
         names: pairs (value of this attribute, label).
     """
 
@@ -42,7 +42,7 @@ class MaskForm:
 
     @property
     def rule(self) -> ValueRule:
-        """The rule for the values of polygons."""
+        """Rule that gives each polygon its label, for masks that are vector files."""
         return ValueRule(self.attribute, self.names, self.instances is not None)
 
     def open(self, path: Path, dims: int, grid: ImageGrid | None = None, level: int = 0) -> Reader:
@@ -51,7 +51,8 @@ class MaskForm:
         Args:
             path: the file.
             dims: number of spatial dims.
-            grid: the pixels of the image, on which polygons are drawn; needed for vector files.
+            grid: the image's size and georeference, by which polygons are placed on its pixels.
+                Only vector files need it.
             level: the resolution of an OME-Zarr image; other files are read as they are.
 
         Raises:
@@ -98,7 +99,7 @@ PLAIN = MaskForm()
 
 
 class _Labels(Reader):
-    """Reader of labels that are computed from another reader's pixels."""
+    """Base class of readers that compute labels from the pixels that another reader returns."""
 
     bands, dtype = 1, np.dtype(np.uint8)
 
@@ -110,12 +111,12 @@ class _Labels(Reader):
 
     @property
     def masked(self) -> bool:
-        """True if the file, or a file beside it, marks single pixels as having no data."""
+        """True if the file, or a file beside it, marks single pixels without data."""
         return self.pixels.masked
 
     @property
     def overlapping(self) -> int:
-        """Number of pixels that were read and that polygons of different values cover."""
+        """Number of pixels read so far that are covered by polygons of different values."""
         return self.pixels.overlapping
 
     def read(self, box: Box) -> np.ndarray:

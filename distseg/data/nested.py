@@ -14,8 +14,8 @@ Found = tuple[str, Path, Path | None]  # name of an image, its file, its mask
 def paired_below(images: Path, masks: Path | None) -> list[Found]:
     """Return (name, image, mask) for the images in a folder and in all of its subfolders.
 
-    The folders of masks form the same tree, and files are paired within each folder. The name
-    of an image consists of the names of its folders and its own: ``city-north-a`` for the file
+    The folder of masks must have the same subfolders. Files are paired within each folder. The name
+    of an image consists of the names of its folders and of its file: ``city-north-a`` for the file
     ``city/north/a.png``.
 
     Args:
@@ -51,7 +51,7 @@ def paired_below(images: Path, masks: Path | None) -> list[Found]:
 
 
 def _check_parts(images: Path, folder: Path) -> None:
-    """Refuse a subfolder that is named like a split, which the user may expect to be one.
+    """Refuse a subfolder that is named like a split, because the user may expect it to be one.
 
     Raises:
         ValueError: one of the names in ``folder`` means a split, such as ``valid``.

@@ -17,7 +17,7 @@ NODATA_TAG = 42113  # GDAL's TIFF tag
 
 
 def parse(text: str) -> int | float:
-    """Return the number for no data that a file's tag or a command-line flag contains.
+    """Convert the text of a tag or a flag to the pixel value that means "no data".
 
     Examples are ``-9999``, ``nan`` and ``-3.4028234663852886e+38``.
 
@@ -40,7 +40,9 @@ def parse(text: str) -> int | float:
 
 
 def declared(path: Path, text: str, dtype: np.dtype) -> int | float | None:
-    """Return the number for no data in a file's tag; None if no pixel of ``dtype`` can have it.
+    """Return the pixel value that means "no data", as a file's tag declares it.
+
+    The result is None if ``dtype`` cannot hold the value, so that no pixel can have it.
 
     Args:
         path: the file, for the message.
@@ -58,7 +60,7 @@ def declared(path: Path, text: str, dtype: np.dtype) -> int | float | None:
 
 
 def fitting(value: int | float | None, dtype: np.dtype) -> int | float | None:
-    """Return ``value`` as a pixel of ``dtype`` stores it; None if no pixel can have it."""
+    """Return ``value`` as a pixel of ``dtype`` stores it; None if ``dtype`` cannot hold it."""
     if value is None:
         return None
     dtype = np.dtype(dtype)
@@ -74,11 +76,14 @@ def fitting(value: int | float | None, dtype: np.dtype) -> int | float | None:
 
 
 def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
-    """Return a mask of the pixels that have the number for no data; None if no pixel has it.
+    """Return a mask that is True where ``pixels`` equal ``value``, the value that means "no data".
+
+    The result is None if no pixel has this value.
 
     Args:
-        pixels: an array of any shape; the mask is bool and has the same shape.
-        value: the number for no data; None if there is none.
+        pixels: an array of any shape; the mask is bool and has the same shape. ``nan`` is found
+            too.
+        value: the pixel value that means "no data"; None if no value does.
     """
     if value is None:
         return None
@@ -93,7 +98,7 @@ def missing(
 
     Args:
         pixels: (bands, *size).
-        value: the number for no data, which applies to each band separately; None if there is none.
+        value: the pixel value that means "no data", in each band separately; None if no value does.
         valid: the validity mask, (*size) bool, True where there is data; None if all have data.
     """
     found = absent(pixels, value)
@@ -104,15 +109,15 @@ def missing(
 
 
 def to_json(value: int | float | None) -> int | float | str | None:
-    """Return ``value`` in a form that JSON can hold: nan and infinity become texts."""
+    """Return a number in a type that JSON can hold: nan and infinity become texts."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
 def from_json(value: int | float | str | None) -> int | float | None:
-    """Return the number that :func:`to_json` converted.
+    """Return the number that :func:`to_json` converted to a type that JSON can hold.
 
     Raises:
-        ValueError: the value is not a number.
+        ValueError: ``value`` is not a number.
     """
     if value is None or isinstance(value, (int, float)) and not isinstance(value, bool):
         return value

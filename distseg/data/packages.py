@@ -21,8 +21,8 @@ def optional(what: object, package: str, *submodules: str) -> Any:
 
     Args:
         what: the file or the task that needs the package, for the message.
-        package: the name of the package, a key of ``_EXTRAS``.
-        submodules: names of its submodules that are imported, too.
+        package: the name of the package, such as ``rasterio``.
+        submodules: names of submodules of the package that are imported, too.
 
     Raises:
         ValueError: the package cannot be imported; the message names the line that installs it.

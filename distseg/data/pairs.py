@@ -65,11 +65,11 @@ class Pair:
 
     @property
     def grid(self) -> ImageGrid:
-        """The pixels of the image, on which polygons are drawn."""
+        """The image's file, size and georeference, by which polygons are placed on its pixels."""
         return ImageGrid(self.image, self.whole or self.size, self.place)
 
     def open_image(self, dims: int | None, alpha: str) -> Reader:
-        """Return a reader of the image: of the whole file, or of its ``part`` or slice ``page``.
+        """Return a reader of the image: the whole file, the box ``part`` or the slice ``page``.
 
         The arguments are those of :func:`distseg.data.formats.readers.open_image`.
         """
@@ -87,7 +87,7 @@ class Pair:
 
 
 def _part_of(reader: Reader, part: Box | None) -> Reader:
-    """Return a reader of a part of an image; the image's own reader if ``part`` is None."""
+    """Return a reader of the box ``part`` of an image; ``reader`` itself if ``part`` is None."""
     return reader if part is None else PartReader(reader, part)
 
 
@@ -110,11 +110,12 @@ def find_pairs(
     Args:
         images: the folder of images.
         masks: the folder of masks, or a vector file for all images; None if there is none.
-        shares: shares of train, val and test.
-        seed: seed of the assignment.
-        pages: the meaning of the pages of a file, a key of :data:`DIMS`; None: the file decides.
+        shares: fractions of the images for train, val and test.
+        seed: seed of the random assignment to splits.
+        pages: the meaning of the pages of a file: ``bands``, ``volume`` or ``images``. None takes
+            it from the file.
         alpha: how to treat an alpha band (:func:`distseg.data.formats.readers.open_image`).
-        form: how masks encode the classes.
+        form: how masks encode the classes: as labels, colours, object ids or polygons.
         nested: True to read subfolders too (:func:`distseg.data.nested.paired_below`).
         level: the resolution of OME-Zarr images and masks.
 
@@ -148,12 +149,18 @@ def find_pairs(
 
 
 def _paired(images: Path, masks: Path | None) -> list[Found]:
-    """Return (name, image, mask) for the files of two folders (:func:`paired`)."""
+    """Return the name, the image file and the mask file of each image in two folders.
+
+    The mask file is None if ``masks`` is None. Files are matched by :func:`paired`.
+    """
     return [(stem_of(image), image, mask) for image, mask in paired(images, masks)]
 
 
 def _pages_of(pair: Pair) -> list[Pair]:
-    """Return one pair for each slice of a volume, named after the slice: NAME_0012 for slice 12."""
+    """Return a pair of image and mask for each slice of a volume.
+
+    Slice 12 of a volume with the name NAME becomes the image NAME_0012.
+    """
     count, *size = pair.size
     digits = max(4, len(str(count - 1)))
     return [
@@ -185,13 +192,13 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
 
     Names are sorted by a random number that depends only on the seed and the name. The sorted list
     is then cut in proportion to the shares of train, val and test. A split with a share above 0
-    gets at least one name if there are enough names. Of at least 12 names, a split whose share is
-    more than one name gets at least two: one image would not show how much scores differ between
-    images.
+    gets at least one name if there are enough names. If there are at least 12 names, a split whose
+    share is more than one name gets at least two, because one image would not show how much scores
+    differ between images.
 
     Args:
         names: the names, all different.
-        shares: shares of train, val and test; missing shares are 0.
+        shares: fractions of the names for train, val and test; missing ones are 0.
         seed: seed of the random numbers.
 
     Raises:
@@ -225,15 +232,15 @@ def opened(
     form: MaskForm = PLAIN,
     level: int = 0,
 ) -> Pair:
-    """Return the pair of an image and its mask, with the facts from their headers.
+    """Open an image and its mask, and return the pair with the facts from their headers.
 
     Args:
         split: the split of the image.
         image: the file of the image.
         mask: the file of the mask; None without a mask.
-        dims: number of spatial dims of the image; None: the file decides.
+        dims: number of spatial dims of the image; None takes it from the file.
         alpha: how to treat an alpha band; None treats it as a validity mask.
-        form: how the mask encodes the classes.
+        form: how the mask encodes the classes: as labels, colours, object ids or polygons.
         level: the resolution of an OME-Zarr image or mask.
 
     Raises:
@@ -290,7 +297,7 @@ def opened(
 
 
 def check_alike(pairs: list[Pair]) -> None:
-    """Refuse images that cannot be in one store because they differ.
+    """Refuse images that differ so much that one store cannot hold them.
 
     All images must have the same number of bands, the same number of dims and the same dtype. If
     the files declare the meaning of their bands, such as RGB, it must be the same too. Names must
@@ -322,12 +329,13 @@ def check_alike(pairs: list[Pair]) -> None:
 
 
 def check_polygons(pairs: Sequence[Pair]) -> None:
-    """Refuse a vector file whose polygons overlap none of its images, or do not tell them apart.
+    """Refuse a vector file if none of its polygons overlaps an image that uses the file.
 
-    A file without polygons is accepted for a single image if other images have polygons.
+    A file without polygons is accepted for a single image if other images have polygons. A COCO
+    file is also refused if several images would get the annotations of one entry.
 
     Raises:
-        ValueError: there is such a file; the message names its extent and the extent of an image.
+        ValueError: a file is refused; the message names its extent and the extent of an image.
     """
     of_file: dict[Path, list[Pair]] = {}
     for pair in pairs:
@@ -354,12 +362,12 @@ def check_polygons(pairs: Sequence[Pair]) -> None:
 
 
 def _check_annotated(path: Path, images: int, files: int) -> None:
-    """Refuse a file of annotations in pixels that has none for its images, if it is the only file.
+    """Refuse a COCO or YOLO file that has no annotation for its images, if it is the only file.
 
     Args:
         path: the file.
-        images: number of its images.
-        files: number of files with polygons.
+        images: number of images that use the file.
+        files: number of files with polygons, this one included.
 
     Raises:
         ValueError: the file is refused.
@@ -372,7 +380,7 @@ def _check_annotated(path: Path, images: int, files: int) -> None:
 
 
 def notes_on_pairs(pairs: Sequence[Pair]) -> list[str]:
-    """Return one line for each distinct note on the images, the masks and the splits of the pairs.
+    """Return lines with all notes on the images, masks and splits of the pairs, each once.
 
     If there are too few images for all splits, a line says what that means.
     """
@@ -393,7 +401,10 @@ def notes_on_pairs(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _notes(pair: Pair) -> tuple[str, ...]:
-    """Return notes for the user on a pair's image: phrases that follow the file's name."""
+    """Return notes for the user on the image of a pair.
+
+    Each note is the rest of a sentence that begins with the file's name.
+    """
     if pair.polygons != 0:
         return pair.notes
     return (*pair.notes, "has no polygon: all its pixels have the value 0 in the mask")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def partners(images: Sequence[str], masks: Sequence[str]) -> dict[str, str]:
-    """Return, for each name of an image, the name of its mask.
+    """Return the name of the mask that belongs to each image, as a dict from images to masks.
 
     Parts that all names of masks, or all names of images, have in common at their beginning or end
     are ignored if this pairs all images with all masks in exactly one way. Otherwise only images
@@ -55,7 +55,7 @@ def _cut(name: str, cut: tuple[int, int]) -> str:
 
 
 def _is_border(name: str, at: int) -> bool:
-    """Return True if a cut of ``name`` before the character ``at`` splits no word and no number."""
+    """Return True if ``name`` can be cut before the character ``at`` between words or numbers."""
     if at in (0, len(name)):
         return True
     before, after = name[at - 1], name[at]

@@ -17,16 +17,17 @@ _AXES = "src"  # letters for slice, row and column in the names of parts
 def cut(
     pairs: Sequence[Pair], parts: Size, shares: Sequence[float] | None, seed: int
 ) -> list[Pair]:
-    """Return one pair for each part of each image; the parts of an image differ by at most a pixel.
+    """Cut images with their masks into parts, and return a pair of image and mask for each part.
 
-    The part in row 0 and column 2 is named ``NAME_r0c2``, both counted from 0.
+    Lengths of an image's parts differ by at most a pixel. The part in row 0 and column 2, both
+    counted from 0, is named ``NAME_r0c2``.
 
     Args:
         pairs: the images with their masks.
         parts: number of parts along each dim.
-        shares: shares of train, val and test, to which parts are assigned at random
+        shares: fractions of the parts for train, val and test, to which they are assigned at random
             (:func:`distseg.data.pairs.assign_splits`). None leaves parts in their image's split.
-        seed: seed of the assignment.
+        seed: seed of the random assignment.
 
     Raises:
         ValueError: ``parts`` has another number of dims than an image, an image has fewer pixels
@@ -41,7 +42,9 @@ def cut(
 
 
 def note_on_parts(pairs: Sequence[Pair], parts: Size) -> str:
-    """Return a line that says how many parts there are, and what parts in a split mean.
+    """Return a note for the user: the number of parts in each split, and a warning about scores.
+
+    Parts of one image resemble each other, so scores on them are likely too good.
 
     Args:
         pairs: the parts with their masks.
@@ -56,7 +59,7 @@ def note_on_parts(pairs: Sequence[Pair], parts: Size) -> str:
 
 
 def _parts_of(pair: Pair, parts: Size) -> list[Pair]:
-    """Return one pair for each part of an image.
+    """Cut one image into parts, and return a pair of image and mask for each part.
 
     Raises:
         ValueError: the image cannot be cut into these parts.

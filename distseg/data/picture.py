@@ -10,7 +10,7 @@ from distseg.data.nodata import missing
 def rgb(
     pixels: np.ndarray, nodata: int | float | None = None, valid: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the first three bands as colours, (H, W, 3) uint8.
+    """Return the first three bands of an image as red, green and blue, (H, W, 3) uint8.
 
     An image with fewer than three bands is shown in grey, from its first band. Bands of uint8 are
     taken as they are. Other bands are stretched from their 1st to their 99th percentile, and their
@@ -18,8 +18,9 @@ def rgb(
 
     Args:
         pixels: (bands, H, W).
-        nodata: the number for no data; None if there is none.
-        valid: the validity mask, (H, W) bool; None if all pixels have data.
+        nodata: the pixel value that means "no data"; None if no value does.
+        valid: the validity mask, (H, W) bool, True where there is data; None if all pixels have
+            data.
     """
     bands = pixels[:3] if len(pixels) >= 3 else np.repeat(pixels[:1], 3, 0)
     if bands.dtype != np.uint8:

@@ -72,9 +72,10 @@ def prepare_folder(
             masks, or all images, have. None makes a store for prediction.
         output: the store to write.
         classes: names in the order of their labels.
-        splits: shares of train, val and test, if the images are not in folders of splits.
-        seed: seed of the random assignment by these shares. The assignment uses the names of the
-            files, not their content.
+        splits: fractions of the images for train, val and test, if the images are not in folders of
+            splits.
+        seed: seed of the random assignment to splits. The assignment uses the names of the files,
+            not their content.
         ignore: label of pixels to ignore, after the mapping by ``values``.
         values: map from mask values to labels, such as {255: 1}. Every other mask value is a label
             itself.
@@ -82,9 +83,9 @@ def prepare_folder(
         bands: names of the bands; by default band0, band1 and so on.
         pages: how to read the pages of a TIFF file, or the first axis of an array: as ``bands`` of
             one image, as slices of a ``volume``, or as separate ``images``. The images of one file
-            stay in one split. By default the file decides. If it does not say what its pages are,
-            up to four pages are bands, and more are an error.
-        nodata: the number that stands for no data in all images; by default the number that each
+            stay in one split. None takes the meaning from the file. If the file does not say what
+            its pages are, up to four pages are bands, and more are an error.
+        nodata: the pixel value that means "no data" in all images; None takes the value that each
             file declares.
         absent: classes that may have no pixel.
         alpha: how to treat an alpha band. ``mask``: pixels with alpha 0 (fully transparent) have no
@@ -242,7 +243,7 @@ def _found(pairs: Sequence[Pair], seen: set[int], expected: int) -> str:
     Args:
         pairs: the images with their masks.
         seen: mask values that were read for the checks.
-        expected: the most bytes that the store can take.
+        expected: upper bound of the bytes that the store takes.
     """
     rows = []
     for split in sorted({pair.split for pair in pairs}, key=_split_order):
@@ -281,7 +282,7 @@ def _check_output(output: Path, pairs: Sequence[Pair]) -> None:
     """Refuse a store that would replace one of the images or masks from which it is made.
 
     Raises:
-        ValueError: ``output`` is one of these files.
+        ValueError: ``output`` is one of the images or masks.
     """
     if not output.exists():
         return
@@ -317,7 +318,9 @@ def _check_masks(
     values: Mapping[int, int],
     absent: Sequence[str],
 ) -> set[int]:
-    """Check that the masks contain the classes, and return the mask values read for this check.
+    """Check that the classes occur in the masks, and return the mask values that were seen.
+
+    Only as much of the masks is read as the check needs.
 
     The arguments are those of :class:`distseg.data.survey.Survey`.
 
@@ -334,7 +337,7 @@ def _check_masks(
 
 
 class Copied(NamedTuple):
-    """Findings in the mask of an image that was copied.
+    """Result of copying an image into a store: what its mask contained.
 
     Attributes:
         values: the mask values named in ``--values`` that occur in the mask.
@@ -362,15 +365,16 @@ def copy_image(
         pair: the image and its mask.
         writer: the writer of the store.
         shown: the progress display to advance.
-        values: map from mask values to labels.
+        values: dict from mask values to labels. Every other mask value is a label itself.
         dims: number of spatial dims of the image; None to take it from the file.
-        nodata: the number that stands for no data; None to take the number that the file declares.
+        nodata: the pixel value that means "no data"; None to take the value that the file declares.
         label: the label of the whole image; None if it has none.
         alpha: how to treat an alpha band (:func:`prepare_folder`).
         reference: True to refer to the image file instead of copying its pixels.
 
     Returns:
-        The findings in the mask.
+        The mask values of ``values`` that the mask contains, and the number of its pixels that
+        overlapping polygons cover.
 
     Raises:
         ValueError: ``alpha`` is None, and the alpha band of the image looks like a measured band.
@@ -411,12 +415,12 @@ def copy_image(
 def _labels(
     mask: Reader, box: Box, values: Mapping[int, int], ignore: int
 ) -> tuple[np.ndarray, set[int]]:
-    """Return the labels (*box.size), and the keys of ``values`` that the mask contains in the box.
+    """Return the labels of a box, (*box.size), and the keys of ``values`` that occur in the box.
 
     Args:
         mask: the reader of the mask.
         box: the part of the mask to read.
-        values: map from mask values to labels. Every other mask value is a label itself.
+        values: dict from mask values to labels. Every other mask value is a label itself.
         ignore: the label of pixels that the mask file itself marks as having no data.
     """
     labels, valid = mask.read_valid(box)
@@ -431,7 +435,7 @@ def mapped(mask: np.ndarray, values: Mapping[int, int]) -> tuple[np.ndarray, set
 
     Args:
         mask: the values of a mask, of any shape.
-        values: map from mask values to labels. Every other mask value is a label itself.
+        values: dict from mask values to labels. Every other mask value is a label itself.
 
     Returns:
         The labels, and the keys of ``values`` that the mask contains.
@@ -451,7 +455,10 @@ def _split_order(split: str) -> tuple[int, str]:
 
 
 def _row(store: Store, split: str) -> dict:
-    """Return the row of a split in the table of :func:`summary`, as {column: text or number}."""
+    """Return the row of a split in the table that :func:`summary` prints.
+
+    The result is a dict from the names of columns to texts or numbers.
+    """
     names = store.split(split)
     sizes = sorted({store.size(name) for name in names}, key=np.prod)
     pixels = sum(Size(store.size(name)).volume for name in names)
@@ -501,7 +508,7 @@ def _notes_on_input(
             image.
         files: image files that are not read.
         unused: mask values that have a label in ``--values``, but occur in no mask.
-        nodata: the number of ``--nodata``. There is a note if a file declares another number.
+        nodata: the pixel value of ``--nodata``. There is a note if a file declares another value.
     """
     others = [p for p in pairs if nodata is not None and p.nodata not in (None, nodata)]
     notes = [
@@ -532,7 +539,7 @@ def _notes_on_input(
 
 
 def _notes(store: Store, splits: list[str]) -> list[str]:
-    """Return one note for each class that has no pixel in some of the splits."""
+    """Return a note for each class that has no labelled pixel in at least one split."""
     labelled = {
         split: [name for name in store.split(split) if store.has_labels(name)] for split in splits
     }

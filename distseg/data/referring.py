@@ -14,7 +14,7 @@ from distseg.data.store.source import Source, source_files
 
 
 def source_of(pair: Pair, image: Reader, store: Path, dims: int | None, alpha: str) -> Source:
-    """Return the source of an image to which a new store refers.
+    """Return the reference to an image file that a new store holds instead of the pixels.
 
     Args:
         pair: the image and its mask.
@@ -28,11 +28,13 @@ def source_of(pair: Pair, image: Reader, store: Path, dims: int | None, alpha: s
 
 
 def check_referable(pairs: Sequence[Pair]) -> list[str]:
-    """Return notes on images whose crops are slow to read from their files.
+    """Check that a store can refer to these image files; return notes on files that are slow.
+
+    A file is slow if it can only be decoded as a whole, so that a crop needs all of it.
 
     Raises:
-        ValueError: an image is too large to be decoded again for crops, or it or its mask is a
-            folder.
+        ValueError: the decoded pixels of such a file do not fit into the cache of a process, or an
+            image or a mask is a folder.
     """
     for path in [path for pair in pairs for path in (pair.image, pair.mask) if path is not None]:
         if path.is_dir():

@@ -49,10 +49,10 @@ def read_patches(store: Store, sample: Sample, boxes: list[Box]) -> np.ndarray:
 def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
     """Return the labels of one box of each sample.
 
-    Labels of pixels are (B, *box.size) uint8, and ``store.ignore`` where they come from outside the
-    image or from the context of a crop. Labels of whole images are (B, 1, ..., 1), one 1 for each
-    spatial dim, with classes as int64 or numbers as float32. Only the box at the origin has them;
-    in other boxes they are ``store.ignore`` or NaN, so that each image counts once.
+    Labels of pixels are (B, *box.size) uint8. They are ``store.ignore`` outside the image and in
+    the context of a crop. Labels of whole images are (B, 1, ..., 1), one 1 for each spatial dim:
+    int64 for classes, float32 for numbers to predict. Only the box at the origin has them. In other
+    boxes they are ``store.ignore`` or NaN, so that each image counts once.
     """
     if store.of_images:
         return labels_of_images(
@@ -62,13 +62,13 @@ def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
 
 
 def pixel_bytes(store: Store, sample: Sample, box: Box) -> int:
-    """Return the number of bytes of pixels that ``box`` takes from the store."""
+    """Return how many bytes of pixels are read from the store for a box of a sample."""
     boxes = [_with_margin(sample, part) for part in _parts(sample, box)]
     return store.dtype(sample.image).itemsize * store.bands * _pixels_in(store, sample, boxes)
 
 
 def label_bytes(store: Store, sample: Sample, box: Box) -> int:
-    """Return the number of bytes of labels that ``box`` takes from the store."""
+    """Return how many bytes of labels are read from the store for a box of a sample."""
     counted = box.intersection(sample.counted)
     if not counted.pixels:
         return 0
@@ -81,16 +81,16 @@ def _pixels_in(store: Store, sample: Sample, boxes: list[Box]) -> int:
     Args:
         store: the store of the image.
         sample: the sample.
-        boxes: boxes of the sample before the turn.
+        boxes: boxes of the sample before it is flipped or rotated by ``sample.turn``.
     """
     return sum(_inside(store, sample, _source(store, sample, box)).pixels for box in boxes)
 
 
 def _parts(sample: Sample, box: Box) -> list[Box]:
-    """Return boxes that cover ``box``, to be read one after another to limit the memory in use.
+    """Return the parts of ``box`` that are read one after another, to limit the memory in use.
 
-    A box of a warped sample may need a much larger box of the image. Without a warp, ``box`` is
-    returned as the only one.
+    A box of a warped sample may need a much larger box of the image. Without a warp, ``box``
+    itself is the only part.
     """
     if sample.warp is None or box.pixels <= _AT_ONCE:
         return [box]
@@ -111,7 +111,10 @@ def _pixels(store: Store, sample: Sample, box: Box) -> np.ndarray:
 
 
 def _counted_labels(store: Store, sample: Sample, box: Box) -> np.ndarray:
-    """Return the labels of a box, (*box.size) uint8, which are ``store.ignore`` in the context."""
+    """Return the labels of a box of a sample, (*box.size) uint8.
+
+    In the context of the crop they are ``store.ignore``.
+    """
     counted = box.intersection(sample.counted)
     if counted == box:
         return _labels(store, sample, box)
@@ -161,16 +164,15 @@ def _labels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
 def _finished(
     sample: Sample, pixels: np.ndarray, absent: np.ndarray | None, box: Box
 ) -> np.ndarray:
-    """Return the pixels after the last steps of the augmentation.
+    """Return pixels after the changes of values and colours, and after the turn.
 
-    The last steps are the changes of values and colours, and then the turn. Pixels without data
-    become 0.
+    These are the last steps of the augmentation. Pixels without data become 0.
 
     Args:
         sample: the sample.
         pixels: the warped and blurred pixels, (C, *box.size) float32.
         absent: True where pixels have no data, (C or 1, *box.size); None if all have data.
-        box: the box of the sample before the turn.
+        box: the box of the sample before it is flipped or rotated by ``sample.turn``.
     """
     pixels = sample.intensity.changed(pixels, box.relative_to(sample.seen), sample.seen.size)
     if sample.colour is not None:
@@ -181,7 +183,7 @@ def _finished(
 
 
 def _read_padded(store: Store, sample: Sample, source: Box) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the pixels of a box that may extend beyond the image, and a mask of missing data.
+    """Return the pixels of a box that may extend beyond the image, and a mask of missing values.
 
     Args:
         store: the store of the image.
@@ -206,13 +208,19 @@ def _read_padded(store: Store, sample: Sample, source: Box) -> tuple[np.ndarray,
 
 
 def _unturned(sample: Sample, box: Box) -> Box:
-    """Return the box of the sample before its turn, relative to the start of the crop."""
+    """Return the box of the crop that ``sample.turn`` flips or rotates to ``box``.
+
+    Its coordinates count from the start of the crop.
+    """
     seen = sample.seen
     return sample.turn.source(box, seen.size).shifted(seen.start)
 
 
 def _with_margin(sample: Sample, box: Box) -> Box:
-    """Return the box before the turn, with the pixels around it that its blurred pixels need."""
+    """Return the box of the crop for ``box``, enlarged by the pixels that the blur reads.
+
+    The result is in the crop before ``sample.turn`` flips or rotates it.
+    """
     box, margin = _unturned(sample, box), sample.intensity.margin
     return Box(tuple(a - margin for a in box.start), tuple(b + margin for b in box.stop))
 
@@ -223,15 +231,16 @@ def _reading(store: Store, sample: Sample, box: Box) -> Reading:
     Args:
         store: the store of the image.
         sample: the sample.
-        box: the box of the sample before the turn.
+        box: the box of the sample before it is flipped or rotated by ``sample.turn``.
     """
     return Reading(sample.warp, box, sample.box.start, store.size(sample.image))
 
 
 def _source(store: Store, sample: Sample, box: Box) -> Box:
-    """Return the box of the image from which a box of the sample before the turn is made.
+    """Return the box of the image from which a box of a sample is computed.
 
-    The result may extend beyond the image.
+    ``box`` is a box of the sample before ``sample.turn`` flips or rotates it. The result may
+    extend beyond the image.
     """
     if sample.warp is None:
         return box.shifted(sample.box.start)
@@ -239,8 +248,8 @@ def _source(store: Store, sample: Sample, box: Box) -> Box:
 
 
 def _inside(store: Store, sample: Sample, source: Box) -> Box:
-    """Return the part of ``source`` that lies in the image.
+    """Return the part of the box ``source`` that lies in the image of the sample.
 
-    If no part of it does, the result is a box without pixels.
+    If no part of it lies there, the result is a box without pixels.
     """
     return Box.whole(store.size(sample.image)).intersection(source)

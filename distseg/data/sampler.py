@@ -36,13 +36,13 @@ class Sample:
     Attributes:
         image: the name of the image.
         box: the box of the image whose pixels count in the loss.
-        turn: the turns and flips.
-        number: the position of the sample in the epoch.
+        turn: the flips and the rotation by a multiple of 90 degrees.
+        number: the index of the sample in the epoch.
         colour: the change of the colours of each band; None if there is none.
         warp: the zoom, rotation and elastic deformation; None if there is none.
         intensity: the blur, and the changes of the values of all bands.
-        around: the box of the image that the network sees; it contains ``box``. None if it is
-            ``box``.
+        around: the box of the image that the network sees: ``box`` and the context around it.
+            None if there is no context.
     """
 
     image: str
@@ -56,24 +56,24 @@ class Sample:
 
     @property
     def seen(self) -> Box:
-        """The box of the image that the network sees, relative to the start of ``box``."""
+        """The box of the image that the network sees, as coordinates from the start of ``box``."""
         return (self.around or self.box).relative_to(self.box)
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The size of the sample: that of the box ``seen`` after the turn of the augmentation."""
+        """The size of the sample that the network sees, after the turn of the augmentation."""
         return self.turn.size(self.seen.size)
 
     @property
     def counted(self) -> Box:
-        """The box of the sample, after the turn, whose pixels count in the loss."""
+        """The box of the turned sample whose pixels count in the loss; the rest is context."""
         seen = self.seen
         return self.turn.target(Box.whole(self.box.size).relative_to(seen), seen.size)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Positions of one sample group's images in the list of all images of a step.
+    """Positions of one sample group's images in the list of all images of an optimizer step.
 
     The list is ordered by micro-batch, and within a micro-batch by group. With 2 groups and 2
     images each, group 1 has the positions 2 and 3 in micro-batch 0, and 6 and 7 in micro-batch 1.
@@ -82,7 +82,7 @@ class Rows:
     Attributes:
         groups: number of sample groups.
         group: index of this group.
-        micro_batches: number of micro-batches per step.
+        micro_batches: number of micro-batches per optimizer step.
         images: number of images that a group has in a micro-batch.
     """
 
@@ -93,11 +93,11 @@ class Rows:
 
     @property
     def total(self) -> int:
-        """The number of images of all groups in a step."""
+        """The number of images of all groups in an optimizer step."""
         return self.groups * self.micro_batches * self.images
 
     def row(self, micro_batch: int, image: int) -> int:
-        """Return the position of an image in the list of all images of a step.
+        """Return the position of an image in the list of all images of an optimizer step.
 
         Args:
             micro_batch: index of the micro-batch in the step.
@@ -106,7 +106,9 @@ class Rows:
         return (micro_batch * self.groups + self.group) * self.images + image
 
     def of_micro_batch(self, micro_batch: int) -> list[int]:
-        """Return the positions in a step's list of all images that this group has in a micro-batch.
+        """Return the positions of the images that this group has in a micro-batch.
+
+        They are positions in the list of all images of an optimizer step.
 
         Args:
             micro_batch: index of the micro-batch in the step.
@@ -123,14 +125,14 @@ def epoch_samples(
     batch: int,
     context: ReceptiveField | None = None,
 ) -> Sequence[list[Sample]]:
-    """Return the steps of an epoch as a sequence whose items are computed on access.
+    """Return the samples of each optimizer step of an epoch, as a sequence computed on access.
 
-    Each step is a list of exactly ``batch`` samples. Without ``data.crop``, the samples are whole
-    images in random order. The last step is filled with images from the beginning of this order.
-    With ``data.crop``, crops are drawn independently. The image of a crop is drawn in proportion to
-    its number of pixels, where an image smaller than the crop counts as one whole crop. The
-    position of the crop in the image is uniform, or near a pixel of a class that the settings
-    ``data.focus_class`` or ``data.focus_weights`` choose.
+    An item is the list of exactly ``batch`` samples of one step. Without ``data.crop``, the samples
+    are whole images in random order. The last step is filled with images from the beginning of this
+    order. With ``data.crop``, crops are drawn independently. The image of a crop is drawn in
+    proportion to its number of pixels, where an image smaller than the crop counts as one whole
+    crop. The position of the crop in the image is uniform, or near a pixel of a class that the
+    settings ``data.focus_class`` or ``data.focus_weights`` choose.
 
     Args:
         store: the store.
@@ -139,13 +141,13 @@ def epoch_samples(
         seed: seed of order, crops and augmentation.
         epoch: number of the epoch, which changes all random numbers.
         batch: number of samples of a step, over all sample groups and micro-batches.
-        context: the least context of each crop, the pixels around it that the network sees
+        context: how many pixels around each crop the network must see at least
             (:func:`distseg.data.surroundings.box_around`); None if crops have no context.
 
     Raises:
-        ValueError: the split is unknown, the crop and an image differ in their number of dims, or
-            crops are to be placed near a class although the split has no pixel of it or there is no
-            crop.
+        ValueError: the split is unknown; the crop and an image differ in their number of dims; or
+            the settings place crops near a class, but there is no crop size, or no pixel of this
+            class in the split.
     """
     return Epoch(store, split, data, seed, epoch, batch, context)
 
@@ -163,16 +165,16 @@ def crop_size(image, crop: Size | None) -> tuple[int, ...]:
 def sample_sizes(
     store: Store, data: DataBase, context: ReceptiveField | None = None, split: str = "train"
 ) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of samples, by the name of their image.
+    """Return the size of the samples of each image, as a dict from the image's name.
 
-    With ``context``, crops of one image can differ in size. Then the result has each size once,
-    by the name of an image and the size.
+    With ``context``, crops of one image can differ in size. Then the dict has each size only once,
+    and its key is the name of an image that has samples of this size, and the size.
 
     Args:
         store: the store.
         data: the settings of the section ``data``.
-        context: the least context of each crop (:func:`distseg.data.surroundings.box_around`); None
-            if crops have no context.
+        context: how many pixels around each crop the network must see at least
+            (:func:`distseg.data.surroundings.box_around`); None if crops have no context.
         split: the name of the split.
     """
     if context is None or data.crop is None:
@@ -189,7 +191,7 @@ def sample_sizes(
 
 
 class Epoch(Sequence):
-    """Sequence of the steps of an epoch: ``epoch[step]`` is a list of samples.
+    """Sequence of the optimizer steps of an epoch: ``epoch[step]`` is a list of samples.
 
     The arguments are those of :func:`epoch_samples`.
     """
@@ -248,16 +250,20 @@ class Epoch(Sequence):
         return self._sample(name, Box.whole(size).shifted(origin), turn, number)
 
     def _sample(self, name: str, box: Box, turn: Turn, number: int) -> Sample:
-        """Return the sample of a box with its random augmentation."""
+        """Return the sample for a box of the image ``name``, with its random augmentation.
+
+        ``number`` is the index of the sample in the epoch, which determines the random numbers.
+        """
         intensity, around = self._intensity(number), self._around(name, box, turn)
         seen = (around or box).relative_to(box)
         warp = self._warp(number, box.size, seen, intensity.margin)
         return Sample(name, box, turn, number, self._coloured(number), warp, intensity, around)
 
     def _around(self, name: str, box: Box, turn: Turn) -> Box | None:
-        """Return the box of the image that the network sees, or None if it is ``box``.
+        """Return the box of the image that the network sees: the crop ``box`` and its context.
 
-        It is chosen in the turned image, where the network's stride divides its start.
+        The result is None if crops have no context. The box is chosen so that in the turned image
+        its start is a multiple of the network's stride.
         """
         if self._context is None:
             return None
@@ -270,9 +276,9 @@ class Epoch(Sequence):
 
         Args:
             number: the index of the sample in the epoch, which determines the warp.
-            size: the size of the crop before the turn, whose centre stays where it is.
-            seen: the box that is warped, relative to the start of the crop.
-            margin: the number of pixels around this box that are warped too.
+            size: the size of the crop before the turn; the warp does not move its centre.
+            seen: the box to warp, as coordinates from the start of the crop.
+            margin: the number of pixels around ``seen`` that are warped too.
         """
         scale = self._drawn(number, "augment_scale", 1.0, logarithmic=True)
         degrees = self._drawn(number, "augment_rotate", 0.0)
@@ -304,15 +310,15 @@ class Epoch(Sequence):
     def _drawn(
         self, number: int, name: str, unchanged: float, logarithmic: bool = False, part: str = ""
     ) -> float:
-        """Return a random number from the range of a setting, or ``unchanged``.
+        """Return a random number from the range that a setting gives, or ``unchanged``.
 
         Args:
             number: the index of the sample in the epoch, which determines the result.
-            name: the setting.
-            unchanged: the result without the setting, and for samples that the setting does not
-                change because it applies to a share of all samples only.
+            name: the setting, such as ``augment_scale``.
+            unchanged: the result if the setting is not set, and for samples that are left
+                unchanged because ``data.augment_share`` is below 1.
             logarithmic: True to draw the logarithm of the number uniformly.
-            part: the purpose of the number, if a sample needs several from the same range.
+            part: a text that tells apart several numbers of one sample from the same setting.
         """
         ends = getattr(self._data, name)
         if ends is None:
@@ -333,10 +339,11 @@ class Epoch(Sequence):
         )
 
     def _turned(self, name: str, number: int) -> tuple[Turn, tuple[int, ...]]:
-        """Return a random turn, and the size of the box of the image to read before the turn.
+        """Return a random turn, and the size of the box to read from the image for it.
 
-        After the turn the sample has the size that :func:`crop_size` gives. If the box for a turn
-        by 90 degrees does not fit into the image, the turn is by 0 or 180 degrees.
+        The turn makes a sample of the size that :func:`crop_size` gives from the pixels of this
+        box. If the box for a turn by 90 degrees does not fit into the image, the turn is by 0 or
+        180 degrees.
 
         Args:
             name: the name of the image.
@@ -358,8 +365,8 @@ class Epoch(Sequence):
 def _crops(store: Store, names: list[str], crop: Size) -> tuple[np.ndarray, int]:
     """Return the cumulative probabilities of the images, and the number of crops in an epoch.
 
-    The probability of an image is the probability that a crop is drawn from it. An image smaller
-    than the crop counts as one crop.
+    The probability of an image is the probability that a crop is drawn from it. It is in proportion
+    to the image's pixels, where an image smaller than the crop counts as one whole crop.
 
     Args:
         store: the store.
@@ -378,7 +385,8 @@ def _crops(store: Store, names: list[str], crop: Size) -> tuple[np.ndarray, int]
 def number_of_crops(sizes: Iterable[Sequence[int]], crop: Size) -> int:
     """Return the number of crops in an epoch.
 
-    It is (pixels of an image) / (pixels of its crop), summed over images and rounded up.
+    It is (pixels of an image) / (pixels of a crop of this image), summed over all images and
+    rounded up. A crop has at most the size of its image.
 
     Args:
         sizes: the sizes of all images.
@@ -391,14 +399,15 @@ def number_of_crops(sizes: Iterable[Sequence[int]], crop: Size) -> int:
 
 
 def _origin(image, size, place, target) -> tuple[int, ...]:
-    """Return the position in the image of the first pixel of a crop.
+    """Return the position in the image of the first pixel of a random crop.
 
     Args:
         image: the size of the image.
         size: the size of the crop.
         place: random numbers in [0, 1), one per dim.
-        target: the position of a pixel that must lie in the crop, and in its central half unless
-            the pixel is too near to the border of the image. None places the crop anywhere.
+        target: the position of a pixel of the image that must lie in the crop. It lies in the
+            crop's central half unless it is too near to the border of the image. None places the
+            crop anywhere.
     """
     if target is None:
         return tuple(int(u * (n - c + 1)) for u, n, c in zip(place, image, size))
@@ -409,15 +418,15 @@ def _origin(image, size, place, target) -> tuple[int, ...]:
 
 
 def check_tilt(data: DataBase, size: Sequence[int], image: str) -> None:
-    """Refuse ``augment_tilt`` for images that are no volumes.
+    """Refuse the setting ``data.augment_tilt`` for images that are no volumes.
 
     Args:
-        data: the settings.
+        data: the settings of the section ``data``.
         size: the size of an image.
-        image: the image with a verb, such as ``images have``, for the message.
+        image: the subject and verb of the message, such as ``images have``.
 
     Raises:
-        ValueError: the setting is refused.
+        ValueError: ``augment_tilt`` is set, and ``size`` does not have 3 dims.
     """
     if data.augment_tilt is not None and len(size) != 3:
         raise ValueError(
@@ -427,7 +436,7 @@ def check_tilt(data: DataBase, size: Sequence[int], image: str) -> None:
 
 
 def _check(store: Store, names: list[str], data: DataBase) -> None:
-    """Refuse settings of crops that do not fit each other or the sizes of the images."""
+    """Refuse settings of crops and tilts that do not fit each other or the sizes of the images."""
     for setting in ("focus_class", "focus_weights"):
         if data.crop is None and getattr(data, setting) is not None:
             raise ValueError(

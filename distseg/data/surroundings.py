@@ -22,10 +22,10 @@ from distseg.tiling.tile import Box, ReceptiveField
 
 
 def box_around(crop: Box, image: Sequence[int], context: ReceptiveField) -> Box:
-    """Return the box of the image that the network sees for a crop.
+    """Return the box of the image that the network sees for a crop: the crop and its context.
 
     Args:
-        crop: the box of the crop.
+        crop: the box of the crop in the image.
         image: the size of the image.
         context: the smallest context along each dim (``halo``), and the network's stride.
     """
@@ -38,7 +38,7 @@ def box_around(crop: Box, image: Sequence[int], context: ReceptiveField) -> Box:
 def sizes_around(
     crop: Sequence[int], image: Sequence[int], context: ReceptiveField
 ) -> list[tuple[int, ...]]:
-    """Return all sizes that the boxes of :func:`box_around` can have.
+    """Return all sizes that :func:`box_around` can give for crops of one size in an image.
 
     Args:
         crop: the size of the crop.
@@ -54,21 +54,22 @@ def sizes_around(
 
 
 def _length(size: int, halo: int, stride: int) -> int:
-    """Return the length of a box: that of a crop with its context, in multiples of the stride.
+    """Return the length, along one dim, of the box that the network sees for a crop.
 
-    It suffices for a crop of ``size`` pixels at any position, relative to the multiples.
+    It is a multiple of the stride, and long enough for a crop of ``size`` pixels at any position,
+    with ``halo`` pixels of context at both sides.
     """
     return (-(-(size + stride - 1) // stride) + 2 * -(-halo // stride)) * stride
 
 
 def _along(start: int, size: int, n: int, halo: int, stride: int) -> tuple[int, int]:
-    """Return where a box starts and stops along one dim.
+    """Return where the box that the network sees for a crop starts and stops along one dim.
 
     Args:
         start: the first pixel of the crop.
         size: the number of pixels of the crop.
         n: the number of pixels of the image.
-        halo: the smallest context.
+        halo: the smallest context, in pixels.
         stride: the network's stride.
     """
     length = _length(size, halo, stride)

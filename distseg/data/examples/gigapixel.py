@@ -104,7 +104,7 @@ class Earth:
 
 
 def _between(n: int, m: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return samples and weights to interpolate linearly along one dim.
+    """Return indices and weights to interpolate an image linearly along one dim.
 
     Args:
         n: number of pixels of the result along the dim.

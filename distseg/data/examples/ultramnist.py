@@ -47,7 +47,7 @@ _MOST = 27  # the largest sum, if the number of digits allows it
 
 @dataclass(frozen=True)
 class Digit:
-    """A digit of MNIST: its value, its index ``number`` in its split, and its box in the image."""
+    """A digit of MNIST in an image: its value, its index ``number`` in MNIST's split, its box."""
 
     value: int
     number: int
@@ -73,8 +73,8 @@ def prepare_ultramnist(
         digits: the least and the largest number of digits in an image.
         seed: seed of all images.
         overwrite: True if an existing store may be replaced.
-        sum_below: use only sums below this number, each with the same number of images; by default
-            sums are drawn uniformly up to 27, or up to the largest sum of ``digits`` digits.
+        sum_below: use only sums below this number, each with the same number of images. None draws
+            sums uniformly up to 27, or up to the largest sum of ``digits`` digits.
         noise: a number from 0 to 255. Background pixels are drawn uniformly below this number.
 
     Raises:
@@ -203,15 +203,15 @@ def scene_of(
     by_value: Sequence[np.ndarray],
     total: int | None = None,
 ) -> list[Digit]:
-    """Draw the digits of an image at random.
+    """Return random digits of an image: their values, sizes and positions.
 
     Args:
         key: key of the image's random numbers.
         size: height and width of the image.
         digits: the least and the largest number of digits.
-        sums: number of possible sums. If ``total`` is None, it is drawn from 0 .. sums-1.
+        sums: number of possible sums of the digits: 0 to sums - 1.
         by_value: for each value from 0 to 9, the indices of MNIST's digits with this value.
-        total: the sum of the digits; None to draw it.
+        total: the sum of the digits; None to draw it uniformly among the possible sums.
     """
     draws = _Draws(key)
     total = draws.below(sums) if total is None else total
@@ -238,13 +238,13 @@ def drawn(
     strip: Box,
     noise: int = _NOISE,
 ) -> np.ndarray:
-    """Return the pixels of a strip of an image, (rows, width) uint8.
+    """Draw the digits of an image, and return the pixels of a strip of rows, (rows, width) uint8.
 
     Args:
         key: key of the image's random numbers.
         size: height and width of the image.
-        scene: the digits of the image.
-        pictures: the digits of MNIST, (n, 28, 28) uint8.
+        scene: the values, indices and boxes of the digits in the image.
+        pictures: the pixels of all digits of MNIST's split, (n, 28, 28) uint8.
         strip: the rows to draw.
         noise: background pixels are drawn uniformly below this number.
     """
@@ -284,9 +284,9 @@ class _Draws:
 
 
 def _adding_up(draws: _Draws, total: int, count: int) -> list[int]:
-    """Return ``count`` random digits with the sum ``total``, in random order.
+    """Return the values of ``count`` random digits whose sum is ``total``, in random order.
 
-    A digit is drawn uniformly among the values with which the digits after it can still complete
+    Each digit is drawn uniformly among the values for which the remaining digits can still complete
     the sum.
     """
     found = []

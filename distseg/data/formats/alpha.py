@@ -17,7 +17,7 @@ class Opacity:
         self._counts = np.zeros(1, np.int64)
 
     def add(self, values: np.ndarray) -> None:
-        """Count ``values`` of any shape; values that are not uint8 or uint16 are ignored."""
+        """Add alpha values, an array of any shape; it is ignored if not uint8 or uint16."""
         if values.dtype in (np.uint8, np.uint16):
             found = np.bincount(values.ravel(), minlength=len(self._counts))
             found[: len(self._counts)] += self._counts
@@ -31,5 +31,5 @@ class Opacity:
 
     @property
     def doubtful(self) -> bool:
-        """True if most values are between transparent and opaque, as in a measured band."""
+        """True if most values are neither transparent nor opaque, as in a measured band."""
         return self.between > _DOUBTFUL

@@ -15,7 +15,7 @@ from distseg.tiling.tile import Box
 
 
 class Reader:
-    """Reader of boxes of pixels of an open image file, and the facts from its header.
+    """Base class of readers: boxes of pixels of an image file, and the facts from its header.
 
     A subclass for a format sets attributes such as ``size`` and ``bands``. It defines ``_read``,
     which returns all decoded bands of a box. ``size`` has the slowest dim first.
@@ -53,7 +53,7 @@ class Reader:
 
     @property
     def overlapping(self) -> int:
-        """Number of pixels that were read and that polygons of different values cover."""
+        """Number of pixels read so far that are covered by polygons of different values."""
         return 0
 
     def add_mask(
@@ -63,8 +63,9 @@ class Reader:
 
         Args:
             valid: a function from a box to (*box.size) bool, True where there is data.
-            note: the rest of a sentence that begins with the file's name, for messages.
-            source: the file of the mask, if it is not the image file.
+            note: what messages say about the mask, the rest of a sentence that begins with the
+                file's name.
+            source: the file of the mask; None if it is the image file.
         """
         self._masks.append(valid)
         self.notes += (note,)
@@ -96,9 +97,12 @@ class Reader:
             return pixels, valid
 
     def _split(self, decoded: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Split decoded bands into the bands of the image and a mask, False at transparent pixels.
+        """Return the bands of the image without transparency, and its validity mask.
 
-        The mask is None if the image has no transparency.
+        The mask is False at transparent pixels; it is None if the image has no transparency.
+
+        Args:
+            decoded: all decoded bands of a box, (decoded bands, *box.size).
         """
         if self.alpha is None:
             return np.ascontiguousarray(decoded, self.dtype), None
@@ -114,7 +118,9 @@ _OF_THE_WHOLE = "bands dtype coded nodata colours notes palette lossy kept sourc
 
 
 class _Excerpt(Reader):
-    """Reader of an excerpt of an image or volume as an image, with the facts of the whole.
+    """Base class of readers of a slice or a part of an image; both appear as an image.
+
+    Facts of the header, such as bands and dtype, are taken from the reader of the whole image.
 
     Args:
         whole: the reader of the image or volume.
@@ -133,7 +139,7 @@ class _Excerpt(Reader):
 
 
 class PageReader(_Excerpt):
-    """Reader of one slice of a volume as an image.
+    """Reader that presents one slice of a volume as an image.
 
     Args:
         volume: the reader of the volume.
@@ -159,10 +165,10 @@ class PageReader(_Excerpt):
 
 
 class PartReader(_Excerpt):
-    """Reader of a part of an image as an image.
+    """Reader that presents a box of an image as an image of its own.
 
     Args:
-        whole: the reader of the image.
+        whole: the reader of the whole image.
         part: the box of the part in the image.
     """
 
@@ -174,7 +180,7 @@ class PartReader(_Excerpt):
 
     @property
     def overlapping(self) -> int:
-        """Number of pixels that were read and that polygons of different values cover."""
+        """Number of pixels read so far that are covered by polygons of different values."""
         return self._whole.overlapping
 
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
@@ -198,14 +204,14 @@ def plain(dtype) -> np.dtype:
 
 
 def whole_numbers(path: Path, numbers: np.ndarray) -> np.ndarray:
-    """Return the labels of a mask that stores them as floats, still as floats.
+    """Return ``numbers`` after a check that all are whole numbers, as labels must be.
 
     Args:
-        path: the file, for the message.
-        numbers: floats of any shape.
+        path: the mask's file, for the message.
+        numbers: labels that the mask stores as floats, of any shape.
 
     Raises:
-        ValueError: one of them is not a whole number.
+        ValueError: one of the numbers is not whole.
     """
     found = np.rint(numbers)
     wrong = (found != numbers) | ~np.isfinite(numbers)
@@ -219,7 +225,7 @@ def whole_numbers(path: Path, numbers: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Convert errors of a decoder inside the context to a ValueError that names the file.
+    """Convert errors raised in a ``with`` block to a ValueError that names the image file.
 
     FileNotFoundError and MemoryError are left as they are.
     """
@@ -237,7 +243,9 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def note_of_alpha(band: int) -> str:
-    """Return a note on an image with transparency, the rest of a sentence after the file's name.
+    """Return the note that an image has transparency, and that it is read as "no data".
+
+    The note is the rest of a sentence that begins with the file's name.
 
     Args:
         band: the index of the band that is transparency.

@@ -112,7 +112,10 @@ class GdalReader(Reader):
             )
 
     def _take_nodata(self, file: Any) -> None:
-        """Set the number for no data; add a note if the bands have different ones."""
+        """Set ``nodata``, the pixel value that means "no data", from rasterio's open ``file``.
+
+        If the bands declare different values, a note is added instead.
+        """
         numbers = {repr(number): number for number in file.nodatavals if number is not None}
         if len(numbers) == 1:
             self.nodata = fitting(next(iter(numbers.values())), self.dtype)
@@ -136,7 +139,7 @@ class GdalReader(Reader):
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """Yield rasterio's open file.
+        """Yield rasterio's open file, for a ``with`` block.
 
         GDAL's handles do not survive a fork, so each process opens the file for itself.
         """
@@ -147,22 +150,22 @@ class GdalReader(Reader):
             yield self._files[-1]
 
     def _limits(self) -> Any:
-        """Return a context in which GDAL caches little and runs no code from files."""
+        """Return a context manager in which GDAL caches little and runs no code from files."""
         return self._rasterio.Env(GDAL_CACHEMAX=_CACHE, GDAL_VRT_ENABLE_PYTHON="NO")
 
 
 def _open(path: Path, rasterio: Any, drivers: list[str]) -> Any:
-    """Return rasterio's open file; only these ``drivers`` are tried."""
+    """Open a raster with rasterio, and return the open file. Only these ``drivers`` are tried."""
     with warnings.catch_warnings():  # a file without a georeference is an image like others
         warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)
         return rasterio.io.DatasetReader(str(path.resolve()), driver=drivers)
 
 
 def _checked_sources(path: Path, rasterio: Any, above: tuple[Path, ...] = ()) -> str | None:
-    """Check the files from which a VRT takes its pixels, and the sources of VRT files among them.
+    """Check the files from which a VRT takes its pixels; if these are VRTs, their sources too.
 
     Args:
-        path: a file, whose name says whether it is a VRT.
+        path: a file. It is a VRT if its name ends in ``.vrt``; other files have no sources.
         rasterio: the module.
         above: the VRT files that take pixels from this one.
 
@@ -192,7 +195,7 @@ def _checked_sources(path: Path, rasterio: Any, above: tuple[Path, ...] = ()) ->
 
 
 def _sources(path: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the sources of a VRT file: the text that names the source, and its path."""
+    """Yield for each source of a VRT file the text in the VRT that names it, and its path."""
     for _, element in ElementTree.iterparse(path):
         if element.tag in ("SourceFilename", "SourceDataset"):
             text = element.text or ""

@@ -31,7 +31,10 @@ _MOST_WORLD = 1 << 12  # bytes of a world file that are read
 
 @dataclass(frozen=True)
 class Georeference:
-    """Georeference as TIFF tags: pairs (code, value), each value a text or a tuple of numbers."""
+    """Georeference of an image as TIFF tags.
+
+    ``tags`` holds pairs (code, value); a value is a text or a tuple of numbers.
+    """
 
     tags: tuple[tuple[int, str | tuple[float, ...]], ...]
 
@@ -86,7 +89,7 @@ class Georeference:
         return a, b, c - half * (a + b), d, e, f - half * (d + e)
 
     def of_part(self, start: Sequence[int]) -> Georeference:
-        """Return the georeference of a part of the image.
+        """Return the georeference of a part of the image that this georeference belongs to.
 
         Args:
             start: the position of the part's first pixel in the image, the slowest dim first.
@@ -96,17 +99,20 @@ class Georeference:
 
     @property
     def of_voxels(self) -> bool:
-        """True if it is the affine of a volume or of a microscope's image (:func:`of_matrix`)."""
+        """True if the georeference is that of a volume or a microscope's image, not of a map.
+
+        :func:`of_matrix` makes such georeferences.
+        """
         return self._has_affine and self._key(_MODEL_TYPE) is None
 
     @property
     def _has_affine(self) -> bool:
-        """True if the tags hold a matrix for the centres of pixels."""
+        """True if the tags hold a matrix (4, 4) that maps the centres of pixels."""
         return len(dict(self.tags).get(_MATRIX, ())) == 16 and self._points
 
     @property
     def unit(self) -> float | None:
-        """Metres in the unit to which the affine of a volume maps; None if it is unknown."""
+        """Length, in metres, of one unit of a volume's world coordinates; None if unknown."""
         key = self._key(_UNIT)
         if key is None:
             return MILLIMETER
@@ -117,7 +123,7 @@ class Georeference:
     def _matrix(self) -> list[list[float]] | None:
         """The affine matrix (4, 4) from pixels to the world; None if the tags define none.
 
-        It maps the centres of pixels if the tags hold a matrix for these, else their upper left
+        A matrix in the tags maps the centres of pixels; otherwise the result maps their upper left
         corners.
         """
         if self._has_affine:
@@ -145,12 +151,12 @@ class Georeference:
 def _of_part(
     code: int, value: str | tuple[float, ...], first: Sequence[float]
 ) -> str | tuple[float, ...]:
-    """Return the value of a tag for the part of an image that begins at a pixel.
+    """Return the value of a georeference tag for a part of an image.
 
     Args:
         code: the tag's number.
         value: the tag's value for the whole image.
-        first: column, row and slice of the pixel.
+        first: column, row and slice of the part's first pixel in the image.
     """
     if isinstance(value, str):
         return value
@@ -170,11 +176,12 @@ def _of_part(
 
 
 def of_matrix(matrix: Sequence[Sequence[float]], unit: float | None = MILLIMETER) -> Georeference:
-    """Return the georeference of a volume, or of a microscope's image, with this affine.
+    """Return the georeference of a volume, or of a microscope's image, from its affine matrix.
 
     Args:
-        matrix: (4, 4), from (x, y, z) of a voxel's centre to the world, such as a NIfTI file has.
-        unit: metres in the world's unit of length; None if it is unknown.
+        matrix: (4, 4), maps the indices (x, y, z) of a voxel to world coordinates of its centre,
+            as in a NIfTI file.
+        unit: the length, in metres, of one unit of the world coordinates; None if it is unknown.
     """
     numbers = tuple(float(n) for row in matrix for n in row)
     points, tags = (_RASTER_TYPE, 0, 1, _POINT), [(_MATRIX, numbers)]
@@ -187,12 +194,12 @@ def of_matrix(matrix: Sequence[Sequence[float]], unit: float | None = MILLIMETER
 
 
 def matrix_of(place: Georeference) -> list[list[float]]:
-    """Return the affine (4, 4) of a volume from a georeference that :func:`of_matrix` made.
+    """Return the affine matrix (4, 4) from the voxels of a volume to the world.
 
-    It maps to the georeference's own unit (:attr:`Georeference.unit`).
+    The world coordinates are in the unit :attr:`Georeference.unit`.
 
     Raises:
-        ValueError: the georeference has no affine of a volume.
+        ValueError: the georeference has no affine matrix of a volume.
     """
     if not place._has_affine:
         raise ValueError(
@@ -204,10 +211,12 @@ def matrix_of(place: Georeference) -> list[list[float]]:
 
 
 def matrix_in_millimeters(place: Georeference) -> list[list[float]]:
-    """Return the affine (4, 4) of a volume, which maps to millimetres if its unit is known.
+    """Return the affine matrix (4, 4) from the voxels of a volume to the world, in millimetres.
+
+    If the unit of the world coordinates is not known, the matrix is returned as it is.
 
     Raises:
-        ValueError: the georeference has no affine of a volume.
+        ValueError: the georeference has no affine matrix of a volume.
     """
     matrix = matrix_of(place)
     if place.unit in (None, MILLIMETER):
@@ -217,10 +226,10 @@ def matrix_in_millimeters(place: Georeference) -> list[list[float]]:
 
 
 def difference(a: Georeference | None, b: Georeference | None, size: Sequence[int]) -> str | None:
-    """Return how the georeferences of two images differ, in words; None if they agree.
+    """Return a phrase that says how the georeferences of two images differ; None if they agree.
 
-    Only what both georeferences hold is compared: the EPSG codes of their CRS, and the positions
-    of the first and the last pixel, which may differ by up to half a pixel.
+    The EPSG codes of their CRS are compared, and the positions of the first and the last pixel,
+    which may differ by up to half a pixel. A value that only one of them holds is not compared.
 
     Args:
         a, b: the georeferences of the two images; None for an image without one.

@@ -14,13 +14,13 @@ _ZLIB, _ZSTD = 1, 2
 
 
 def decoded(data: bytes, samples: int, dtype: np.dtype, alpha: bool) -> np.ndarray:
-    """Return the pixels (rows, columns, samples) of a TIFF strip or tile.
+    """Decode a TIFF strip or tile in LERC; return its pixels (rows, columns, samples).
 
     Pixels without a number, which LERC's mask marks, are NaN.
 
     Args:
         data: LERC's own bytes, from :func:`unpacked`.
-        samples: samples per pixel.
+        samples: number of samples (bands) per pixel.
         dtype: the dtype in the TIFF tags.
         alpha: True if the last sample is transparency, which libtiff may store as the mask.
 
@@ -81,7 +81,7 @@ def is_lossy(data: bytes, dtype: np.dtype) -> bool:
 
 
 def _depth(data: bytes) -> int:
-    """Return the number of values of a pixel that are adjacent in the decoded LERC data.
+    """Return how many values of one pixel are adjacent in decoded LERC data.
 
     It is 1 if the image has one band, or if its bands are stored one after the other.
     """

@@ -26,8 +26,8 @@ def mapped_array(
     reserved at once, so that the disk cannot run full later.
 
     Args:
-        shape: the shape.
-        dtype: the dtype.
+        shape: the shape of the array.
+        dtype: the dtype of the array.
         folder: the folder of the scratch file; None for the system's folder for temporary files;
             ``memory`` for an array in memory.
 
@@ -50,7 +50,9 @@ def mapped_array(
 
 
 def copied(array: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Return a copy of ``part``, and release the mapped pages of ``array``.
+    """Return a copy of ``part``, and release the memory of the mapped ``array``.
+
+    The pages of a mapped array that were read stay in memory until they are released.
 
     Args:
         array: a mapped array.
@@ -62,6 +64,6 @@ def copied(array: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 def let_go(array: np.ndarray) -> None:
-    """Release the pages of a mapped array, so that they do not count as this process's memory."""
+    """Release the pages of a mapped array from this process's memory; the file keeps them."""
     if isinstance(array, np.memmap):
         array._mmap.madvise(mmap.MADV_DONTNEED)

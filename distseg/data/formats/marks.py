@@ -33,10 +33,14 @@ _MODES = {"1": _BITS, "L": _GREY, "I": _GREY, "I;16": _GREY, "I;16B": _GREY, "F"
 
 
 def check_upright(path: Path, orientation: int) -> None:
-    """Refuse an image that viewers would turn or mirror.
+    """Refuse an image that viewers would rotate or mirror.
+
+    Args:
+        path: the file, for the message.
+        orientation: the EXIF orientation of the image.
 
     Raises:
-        ValueError: the orientation is not 1.
+        ValueError: ``orientation`` is not 1 (upright).
     """
     if orientation != 1:
         raise ValueError(
@@ -85,7 +89,7 @@ def lossy_tiff(compression: int) -> str | None:
 
 
 def colours(mode: str) -> str:
-    """Return what the bands of Pillow's ``mode`` mean, such as ``grey`` for L or ``RGB`` for RGB.
+    """Return a word for the meaning of the bands in Pillow's ``mode``, such as ``grey`` for L.
 
     All images of a store must have bands of the same meaning. :func:`tiff_colours` uses the same
     names.
@@ -120,9 +124,9 @@ def tiff_palette(page) -> np.ndarray | None:
 
 
 def unread_nodata(page) -> tuple[str, ...]:
-    """Return a note if GDAL's metadata name a colour for no data, which distseg does not read.
+    """Return a note if GDAL's metadata say that a colour means "no data".
 
-    The result is a tuple, which is empty without such a colour.
+    distseg does not read such a colour. The result is a tuple with the note, or an empty tuple.
 
     Args:
         page: tifffile's page, which has the tags.
@@ -134,9 +138,10 @@ def unread_nodata(page) -> tuple[str, ...]:
 
 
 def unread_scale(page) -> tuple[str, ...]:
-    """Return a note if GDAL's metadata give a scale or an offset, which distseg does not apply.
+    """Return a note if GDAL's metadata give a scale or an offset for pixels.
 
-    The result is a tuple, which is empty without a scale and an offset that change pixels.
+    distseg does not apply them. The result is a tuple with the note. It is empty if there is no
+    scale or offset, or if they would change no pixel.
 
     Args:
         page: tifffile's page, which has the tags.
@@ -152,7 +157,9 @@ def unread_scale(page) -> tuple[str, ...]:
 
 
 def tiff_colours(page, bands: int) -> str | None:
-    """Return what the decoded bands mean, such as ``RGB``; None if the tags do not tell.
+    """Return a word for the meaning of a TIFF's decoded bands, such as ``RGB``.
+
+    The result is None if the tags do not tell it.
 
     Args:
         page: tifffile's page, which has the tags.
@@ -173,7 +180,10 @@ def tiff_colours(page, bands: int) -> str | None:
 
 
 def _late_exif(path: Path) -> bytes:
-    """Return the EXIF data of a PNG file, even if they follow the pixels; empty without any."""
+    """Return the EXIF data of a PNG file; empty if it has none.
+
+    Pillow finds only EXIF data before the pixels; here data after the pixels are found too.
+    """
     with open(path, "rb", buffering=0) as file:
         file.seek(8)
         while len(head := file.read(8)) == 8 and head[4:] != b"eXIf" and head[4:].isalpha():
@@ -184,9 +194,10 @@ def _late_exif(path: Path) -> bytes:
 
 
 def _is_lossless_webp(path: Path) -> bool:
-    """Return True if the first chunk of pixels of a WebP file is lossless.
+    """Return True if the pixels of a WebP file are compressed without loss.
 
-    Other chunks, such as colour profiles, may come before it.
+    The type of the first chunk with pixels tells it. Other chunks, such as colour profiles, may
+    come before this one.
     """
     with open(path, "rb", buffering=0) as file:
         file.seek(12)

@@ -32,16 +32,16 @@ _KNOWN = {"t": "time", "c": "channel", "z": "space", "y": "space", "x": "space"}
 
 @dataclass(frozen=True)
 class Multiscale:
-    """Image of several resolutions (levels), of which one is read.
+    """One resolution (level) of an OME-NGFF image: its array, axes, scale and translation.
 
     Attributes:
-        level: the path of the array of this level, relative to the image.
+        level: the path of the level's array, relative to the image.
         axes: the names of the array's axes, such as ("t", "c", "z", "y", "x").
-        scale: the distance of two pixels along each axis.
+        scale: the distance between neighbouring pixels along each axis.
         translation: the position of the centre of the first pixel along each axis.
-        unit: metres in the unit of the spatial axes; None if the file does not say.
+        unit: the length, in metres, of one unit of the spatial axes; None if the file does not say.
         placed: True if the file gives the spatial axes a scale, a translation or a unit.
-        notes: phrases after the image's name in messages.
+        notes: warnings about the image; each is the rest of a sentence that begins with its name.
     """
 
     level: str
@@ -59,7 +59,10 @@ class Multiscale:
 
     @property
     def matrix(self) -> list[list[float]]:
-        """The affine (4, 4) from (x, y, z) of a pixel's centre to the unit of the axes."""
+        """The affine matrix (4, 4) from a pixel's indices (x, y, z) to its centre's position.
+
+        The position is in the unit of the axes.
+        """
         found = [[float(row == column) for column in range(4)] for row in range(4)]
         for row, name in enumerate(reversed(_SPACE)):
             if name in self.axes:
@@ -71,10 +74,10 @@ class Multiscale:
 def multiscale_in(
     attributes: Mapping[str, Any], version: int, path: Path, level: int = 0
 ) -> Multiscale:
-    """Return the image that the attributes of a zarr group describe.
+    """Return the OME-NGFF image that the attributes of a zarr group describe.
 
     Args:
-        attributes: the attributes.
+        attributes: the attributes of the group.
         version: the version of zarr, 2 or 3.
         path: the group's folder, for messages.
         level: the resolution to read; 0 is the highest.
@@ -113,7 +116,7 @@ def _with_note(found: Multiscale, note: str) -> Multiscale:
 
 
 def _no_image(about: Any, path: Path) -> ValueError:
-    """Return the error for a zarr group without an image of its own."""
+    """Return the error for a zarr group that has no OME-NGFF image; it says what the group has."""
     what, repair = "no OME-NGFF image (multiscales)", "name a folder that has"
     if isinstance(about, Mapping):
         if "plate" in about or "well" in about:
@@ -127,7 +130,13 @@ def _no_image(about: Any, path: Path) -> ValueError:
 
 
 def _multiscale(about: Mapping[str, Any], path: Path, level: int) -> Multiscale:
-    """Return the image that an entry of ``multiscales`` describes, with the level to read."""
+    """Return the resolution ``level`` of the image that an entry of ``multiscales`` describes.
+
+    Args:
+        about: the entry of the list ``multiscales`` in the attributes of a zarr group.
+        path: the group's folder, for messages.
+        level: the resolution to read; 0 is the highest.
+    """
     axes, units = _axes(about["axes"], path)
     levels = about["datasets"]
     if not 0 <= level < len(levels):
@@ -171,7 +180,9 @@ def _multiscale(about: Mapping[str, Any], path: Path, level: int) -> Multiscale:
 
 
 def _axes(about: Sequence[Any], path: Path) -> tuple[list[str], list[str | None]]:
-    """Return the names of the axes and their units.
+    """Return the names and the units of an image's axes, from their OME-NGFF metadata.
+
+    A unit is None if the metadata do not give it.
 
     Raises:
         ValueError: an axis is unknown or has a wrong type, or the spatial axes are not (z,) y, x.
@@ -194,10 +205,10 @@ def _axes(about: Sequence[Any], path: Path) -> tuple[list[str], list[str | None]
 
 
 def _unit(units: Sequence[str | None]) -> tuple[float | None, list[float], tuple[str, ...]]:
-    """Return the common unit of spatial axes, the factor of each axis, and notes.
+    """Return the common unit of spatial axes, a factor for each axis to convert to it, and notes.
 
-    The common unit is that of the last axis, x, in metres. It is None if an axis has no unit, or
-    one that is unknown.
+    The common unit is that of the last axis, x, as a length in metres. It is None if an axis has
+    no unit, or one that is unknown.
     """
     known = [UNITS.get(unit) if isinstance(unit, str) else None for unit in units]
     if any(size is None for size in known):
@@ -208,7 +219,13 @@ def _unit(units: Sequence[str | None]) -> tuple[float | None, list[float], tuple
 
 
 def _placed(about: Mapping[str, Any], count: int, path: Path) -> tuple[list[float], list[float]]:
-    """Return the scale and the translation of a level, one number for each of ``count`` axes."""
+    """Return the scale and the translation of a level, lists with one number for each axis.
+
+    Args:
+        about: the metadata that hold the level's ``coordinateTransformations``.
+        count: number of axes.
+        path: the group's folder, for messages.
+    """
     scale, translation = [1.0] * count, [0.0] * count
     for step in about.get("coordinateTransformations", ()):
         kind = step["type"]
@@ -236,7 +253,7 @@ def _placed(about: Mapping[str, Any], count: int, path: Path) -> tuple[list[floa
 
 
 def _inside(level: Any, path: Path) -> str:
-    """Return the path of a level, after a check that it does not lead out of the image's folder."""
+    """Return ``level``, the path of a level, after a check that it stays in the image's folder."""
     parts = PurePosixPath(level).parts
     if not parts or level.startswith("/") or ".." in parts or "\0" in level:
         raise ValueError(

@@ -22,18 +22,18 @@ _KEY = "distseg "
 
 
 class NiftiReader(VoxelReader):
-    """Reader of a volume, or of an image if it has a single slice.
+    """Reader of a NIfTI volume, or of an image if it has a single slice.
 
     Args:
         path: the file.
-        dims: number of spatial dims; by default 3, or 2 for a single slice.
+        dims: number of spatial dims; None for 3, or for 2 if the volume has a single slice.
         scratch: folder for the unpacked voxels of a file compressed by gzip.
         labels: True for a label map: voxels are returned as integers, even if they are stored as
             floats.
 
     Attributes:
-        place: the affine of the file as a georeference. It maps (x, y, z) of a voxel's centre to
-            millimetres.
+        place: the affine of the file as a georeference. It maps the indices (x, y, z) of a voxel to
+            the position of its centre in millimetres.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ def write_nifti(
 
     Args:
         path: the file to write.
-        found: classes (z, y, x) uint8.
+        found: the class numbers, (z, y, x) uint8.
         place: the affine of the volume; None for voxels of 1 mm at the origin.
         identity: a text to store in the header, which :func:`identity_in_nifti` reads.
         advance: called after each slice with its number of voxels.

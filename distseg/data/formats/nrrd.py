@@ -64,7 +64,7 @@ _KEY = "distseg_identity"
 
 
 class NrrdReader(VoxelReader):
-    """Reader of a volume, or of an image if it has a single slice or two axes.
+    """Reader of an NRRD volume, or of an image if it has a single slice or two axes.
 
     Args:
         path, dims, scratch, labels: see :class:`distseg.data.formats.nifti.NiftiReader`.
@@ -104,10 +104,10 @@ class NrrdReader(VoxelReader):
 
 
 def _header(path: Path) -> tuple[Mapping[str, Any], int]:
-    """Return the fields of a header, and the position of the first byte behind it.
+    """Return the fields of an NRRD file's header, and the position of the first byte after it.
 
     Raises:
-        ValueError: the file has no whole header.
+        ValueError: the header is not complete.
     """
     with open(path, "rb") as file:
         start = file.read(_MOST_HEADER)
@@ -154,7 +154,7 @@ def _check(path: Path, header: Mapping[str, Any]) -> None:
 
 
 def _dtype(header: Mapping[str, Any]) -> np.dtype:
-    """Return the dtype of the stored voxels.
+    """Return the dtype in which an NRRD file stores its voxels.
 
     Raises:
         ValueError: the type is unknown, or its byte order is not given.
@@ -169,7 +169,7 @@ def _dtype(header: Mapping[str, Any]) -> np.dtype:
 
 
 def _spatial_axes(header: Mapping[str, Any]) -> list[int]:
-    """Return the axes along which voxels lie, the fastest first."""
+    """Return the indices of the spatial axes of an NRRD file, the fastest axis first."""
     count = int(header["dimension"])
     kinds, directions = header.get("kinds", [None] * count), header.get("space directions")
     found = []
@@ -186,7 +186,10 @@ def _spatial_axes(header: Mapping[str, Any]) -> list[int]:
 def _place(
     header: Mapping[str, Any], axes: list[int]
 ) -> tuple[Georeference | None, tuple[str, ...]]:
-    """Return the affine of a volume as a georeference, and notes; None if the header has none.
+    """Return the affine matrix of a volume as a georeference, and notes on the header.
+
+    The georeference is None if the header has no affine. ``axes`` are the indices of the spatial
+    axes.
 
     Raises:
         ValueError: the fields contradict each other.
@@ -232,7 +235,7 @@ def write_nrrd(
 
     Args:
         path: the file to write.
-        found: classes (z, y, x) uint8.
+        found: the class numbers, (z, y, x) uint8.
         place: the affine of the volume; None for voxels of 1 mm at the origin.
         identity: a text to store in the header, which :func:`identity_in_nrrd` reads.
         advance: called after each slice with its number of voxels.

@@ -25,11 +25,11 @@ def is_zarr_folder(path: Path) -> bool:
 
 
 class OmeZarrReader(Reader):
-    """Reader of one resolution of an OME-Zarr image: (c, z, y, x) or (c, y, x).
+    """Reader of one resolution of an OME-Zarr image or volume.
 
     Args:
         path: the folder of the image.
-        dims: number of spatial dims; by default 3, or 2 without an axis z or for a single slice.
+        dims: number of spatial dims; None for 3, or for 2 if there is no axis z or a single slice.
         level: the resolution; 0 is the highest.
 
     Attributes:
@@ -71,7 +71,7 @@ class OmeZarrReader(Reader):
         self.block_rows = stored.decoded[self._axes.index("y")]
 
     def _take_axes(self, image: Multiscale, shape: tuple[int, ...], dims: int | None) -> None:
-        """Set ``size`` and ``bands`` from the shape of the array.
+        """Set ``size`` and ``bands`` of the reader from the axes and the shape of the array.
 
         Raises:
             ValueError: the shape does not fit the axes, or the image is not of ``dims`` dims.
@@ -116,9 +116,10 @@ class OmeZarrReader(Reader):
 
 
 def _place(image: Multiscale, attributes: dict) -> Georeference | None:
-    """Return the georeference of an image: the one that a class map keeps, or its scale.
+    """Return the georeference of an OME-Zarr image; None if it has none.
 
-    It is None if the image has neither.
+    A class map of distseg keeps it as an attribute. For other images, it is made from the scale and
+    translation in ``image``.
     """
     try:
         kept = Georeference.from_json(attributes[KEPT]["geotiff_tags"])

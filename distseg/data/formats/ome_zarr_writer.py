@@ -28,14 +28,14 @@ PROBABILITIES = "probabilities"
 
 @dataclass(frozen=True)
 class Meaning:
-    """Meaning of the numbers of a class map.
+    """Metadata of a class map: names and colours of the classes, georeference and identity.
 
     Attributes:
         names: names in the order of the class numbers.
         palette: the colour of each number, (256, 3) uint8.
-        nodata: the class number that stands for no data.
+        nodata: the number that stands for "no data" in the class map.
         place: the georeference of the image; None without one.
-        identity: a text that tells later runs what the map was made from.
+        identity: a digest of everything that the class map was made from.
     """
 
     names: Sequence[str]
@@ -47,7 +47,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class _Level:
-    """Level of the pyramid: its array and the position of its pixels along each dim."""
+    """Level of the pyramid: its zarr array, and the scale and translation of its pixels."""
 
     array: Any
     scale: tuple[float, ...]
@@ -70,8 +70,8 @@ def write_ome_zarr(
         folder: the folder.
         classes: (*size) uint8, of 2 or 3 dims.
         probabilities: (C, *size) float16, written into a group of this name; None if there is none.
-        meaning: the meaning of the class numbers.
-        advance: called after each write with its number of pixels.
+        meaning: the names and colours of the classes, the georeference and the identity.
+        advance: called after each write with the number of pixels that were written.
     """
     zarr = imported_zarr("class maps as OME-Zarr")
     group = zarr.create_group(zarr.storage.LocalStore(folder), zarr_format=3)
@@ -112,17 +112,23 @@ def identity_in_ome_zarr(path: Path) -> str | None:
 
 
 def _blocks(shape: Sequence[int]) -> list[int]:
-    """Return the size of the blocks that the next level shows as a pixel, 1 or 2 along each dim.
+    """Return how many pixels become one pixel in the next level, 1 or 2 along each dim.
 
-    Dims that are longer than a chunk are halved.
+    It is 2 for dims that are longer than a chunk. ``shape`` is the shape of the level.
     """
     return [2 if n > _CHUNK[len(shape)] else 1 for n in shape]
 
 
 def _lower_level(array: Any, above: _Level, blocks: Sequence[int], nodata: int) -> _Level:
-    """Fill the array of a level from the level above, and return the level.
+    """Fill ``array`` with the next coarser level of the pyramid, and return this level.
 
-    The centre of its first pixel is the centre of the block of pixels that it covers.
+    A pixel of it covers a block of pixels of the level ``above``, and lies at the block's centre.
+
+    Args:
+        array: the zarr array to fill.
+        above: the finer level.
+        blocks: the size of a block, 1 or 2 along each dim.
+        nodata: the number that stands for "no data" in the class map.
     """
     for part in _shards(array):
         shard = np.empty([at.stop - at.start for at in part], array.dtype)
@@ -142,9 +148,10 @@ def _lower_level(array: Any, above: _Level, blocks: Sequence[int], nodata: int) 
 
 
 def _array(group: Any, name: str, shape: Sequence[int], axes: Sequence[dict[str, str]]) -> Any:
-    """Create an array in shards: of class numbers or, with a first axis c, of probabilities.
+    """Create a zarr array in shards, for class numbers or for probabilities, and return it.
 
-    Chunks and shards hold one channel each.
+    An array of probabilities has a first axis ``c``, for the channels. Each chunk and each shard
+    holds one channel.
     """
     names = [axis["name"] for axis in axes]
     dims = sum(name != "c" for name in names)
@@ -167,20 +174,23 @@ def _array(group: Any, name: str, shape: Sequence[int], axes: Sequence[dict[str,
 
 
 def _shards(array: Any) -> Iterator[tuple[slice, ...]]:
-    """Yield the part of an array that each of its shards holds."""
+    """Yield for each shard of a zarr array the part of the array that it holds, as slices."""
     return _parts(array.shape, array.shards)
 
 
 def _parts(shape: Sequence[int], sides: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """Yield parts of a shape with the given sides; the last ones may be smaller."""
+    """Yield the parts, as slices, into which an array of this shape is cut.
+
+    A part has the lengths ``sides`` along the axes; at the end of an axis it may be smaller.
+    """
     for start in product(*(range(0, n, side) for n, side in zip(shape, sides))):
         yield tuple(slice(a, min(a + side, n)) for a, side, n in zip(start, sides, shape))
 
 
 def keeps_place(place: Georeference) -> bool:
-    """Return True if OME-NGFF 0.5 has a place for a georeference: it is a scale and a translation.
+    """Return True if OME-NGFF 0.5 can hold a georeference without loss.
 
-    It has none for an affine that turns or mirrors axes, nor for a CRS.
+    It can hold a scale and a translation, but no CRS, and no affine that turns or mirrors axes.
     """
     if not place.of_voxels:
         return False
@@ -193,9 +203,9 @@ def _placed(
 ) -> tuple[list[dict[str, str]], tuple[float, ...], tuple[float, ...]]:
     """Return the axes, the scale and the translation of an image.
 
-    The affine of a volume may turn or mirror the axes, for which OME-NGFF 0.5 has no place. Then
-    the scale is the distance of the voxels, and the translation is 0. Images on a map have the
-    scale 1, in pixels.
+    The affine of a volume may turn or mirror the axes, which OME-NGFF 0.5 cannot hold. Then the
+    scale is the distance of the voxels, and the translation is 0. Images with the georeference of
+    a map have the scale 1, in pixels.
     """
     axes = [{"name": name, "type": "space"} for name in "zyx"[-dims:]]
     scale, translation = np.ones(dims), np.zeros(dims)
@@ -211,7 +221,7 @@ def _placed(
 
 
 def _image(axes: Sequence[dict[str, str]], levels: Sequence[_Level]) -> dict[str, Any]:
-    """Return the OME-NGFF metadata of an image."""
+    """Return the OME-NGFF metadata of an image: its axes and the levels of its pyramid."""
     datasets = []
     for number, level in enumerate(levels):
         steps: list[dict[str, Any]] = [{"type": "scale", "scale": list(level.scale)}]

@@ -24,7 +24,7 @@ _RATIOS = ((1, 1), (6, 5), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  # width to 
 def fits(compression: int, pixels: int, packed: int) -> bool:
     """Return True if ``packed`` bytes of a strip or tile can decode to ``pixels`` bytes.
 
-    The result is also False if the packed bytes are far more than the pixels need.
+    The result is False if the packed bytes are too few for the pixels, or far too many.
 
     Args:
         compression: the number in the tag Compression. If distseg knows no limits for this
@@ -37,7 +37,7 @@ def fits(compression: int, pixels: int, packed: int) -> bool:
 
 
 def unpacks_to_more(data: bytes, pixels: int) -> bool:
-    """Return True if a deflated strip or tile unpacks to at least 64 KiB more than ``pixels``.
+    """Return True if a strip or tile in deflate unpacks to at least 64 KiB more than ``pixels``.
 
     The bytes are unpacked piece by piece, so the check needs little memory.
 
@@ -57,7 +57,7 @@ def unpacks_to_more(data: bytes, pixels: int) -> bool:
 
 
 def says_size(compression: int) -> bool:
-    """Return True if :func:`size_of` can read the headers that this compression writes.
+    """Return True if :func:`size_of` can read the image size from data of this compression.
 
     Args:
         compression: the number in the tag Compression.
@@ -68,7 +68,7 @@ def says_size(compression: int) -> bool:
 def size_of(compression: int, data: bytes) -> tuple[int, int] | None:
     """Return the (height, width) that the packed bytes of a strip or tile declare in their header.
 
-    Return None if the header has no size or is damaged.
+    The result is None if the header has no size or is damaged.
 
     Args:
         compression: the number in the tag Compression, for which :func:`says_size` is True.
@@ -95,7 +95,7 @@ def _jpeg(data: bytes) -> tuple[int, int] | None:
 
 
 def _webp(data: bytes) -> tuple[int, int] | None:
-    """Return (height, width) from the header of a WebP image; None for an unknown form."""
+    """Return (height, width) from the header of a WebP image; None for an unknown kind of WebP."""
     kind = data[12:16]
     if kind == b"VP8L":
         bits = struct.unpack_from("<I", data, 21)[0]

@@ -11,17 +11,17 @@ import numpy as np
 def class_colours(
     masks: Iterable[tuple[Path, np.ndarray | None]], classes: int, values: Mapping[int, int]
 ) -> tuple[np.ndarray | None, list[str]]:
-    """Return the classes' colours in the first usable palette, and a note if another one differs.
+    """Return the colours of the classes from the first usable palette of label maps, and notes.
 
     Args:
         masks: (path, palette) of each label map; a palette is (entries, 3) uint8 or None.
         classes: number of classes.
-        values: map from mask values to labels, such as {255: 1}. Every other mask value is a label
+        values: dict from mask values to labels, such as {255: 1}. Every other mask value is a label
             itself.
 
     Returns:
-        Colours (classes, 3) uint8, or None if no palette is usable. And a list with the note; it is
-        empty if all usable palettes have the same colours.
+        Colours (classes, 3) uint8, or None if no palette is usable. And a list with a note if
+        another usable palette has other colours; otherwise the list is empty.
     """
     chosen, where = None, None
     for path, palette in masks:
@@ -39,15 +39,15 @@ def class_colours(
 
 
 def _colours(palette: np.ndarray, classes: int, values: Mapping[int, int]) -> np.ndarray | None:
-    """Return the colour of each class, (classes, 3) uint8; None if the palette is not usable.
+    """Return the colours that a palette gives the classes, (classes, 3) uint8.
 
-    The palette is not usable if entries are missing, if two classes have the same colour, or if it
-    is a grey scale.
+    The result is None if the palette is not usable. This is so if entries are missing, if two
+    classes have the same colour, or if the palette is a grey scale.
 
     Args:
         palette: (entries, 3) uint8.
         classes: number of classes.
-        values: map from mask values to labels.
+        values: dict from mask values to labels.
     """
     stands_for = {label: value for value, label in reversed(values.items())}
     numbers = [stands_for.get(label, label) for label in range(classes)]

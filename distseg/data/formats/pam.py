@@ -19,9 +19,10 @@ def beside(path: Path) -> Path:
 
 
 def nodata_values(path: Path) -> list[str]:
-    """Return the different numbers for no data in the metadata file of an image, as text.
+    """Return the pixel values that mean "no data", from GDAL's metadata file of an image.
 
-    The list is empty without such a file. The numbers of different bands may differ.
+    They are texts, each different value once, because bands may have different values. The list is
+    empty if there is no such file.
 
     Args:
         path: the image.

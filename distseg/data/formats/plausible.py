@@ -48,7 +48,7 @@ def check_memory(path: Path, what: str, needed: int) -> None:
 
     Args:
         path: the file.
-        what: subject of the message with its verb, such as ``its 97x131 pixels are``.
+        what: the subject and verb of the message, such as ``its 97x131 pixels are``.
         needed: bytes of memory for decoding.
 
     Raises:
@@ -80,9 +80,9 @@ def _of_machine() -> int:
 
 
 def _of_job() -> int:
-    """Return how many bytes the limits of this process's control groups leave free.
+    """Return how many bytes of memory the limits of this process's control groups leave free.
 
-    Inactive files in the page cache count as free.
+    Inactive files in the page cache count as free. Without a limit the result is a huge number.
     """
     return min([left for group in _groups() if (left := _of_group(*group)) is not None] + [1 << 62])
 
@@ -90,7 +90,8 @@ def _of_job() -> int:
 def memory_limit() -> int:
     """Return the bytes of memory of this machine, or the limit of this process's job if lower.
 
-    Unlike :func:`free_memory`, the number does not depend on what runs at the moment.
+    The job's limit is that of the process's control groups. Unlike :func:`free_memory`, the number
+    does not depend on what runs at the moment.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for group, most, *_ in _groups():
@@ -100,11 +101,12 @@ def memory_limit() -> int:
 
 
 def _groups() -> Iterator[tuple[Path, str, str, str]]:
-    """Yield (folder, limit, use, cache) for each control group of this process and its parents.
+    """Yield where the kernel says how much memory each control group of this process may use.
 
-    ``limit`` and ``use`` are the names of the files in the folder that hold the limit and the use
-    of memory in bytes. ``cache`` is the name of the line in the file ``memory.stat`` that holds the
-    bytes of inactive files in the page cache.
+    The control groups above these are included. For each, the result is (folder, limit, use,
+    cache). ``limit`` and ``use`` are the names of the files in the folder that hold the limit and
+    the use of memory in bytes. ``cache`` is the name of the line in the file ``memory.stat`` that
+    holds the bytes of inactive files in the page cache.
     """
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]

@@ -74,7 +74,7 @@ def open_image(
     alpha: str = MASK,
     level: int = 0,
 ) -> Reader:
-    """Open an image or a volume.
+    """Return the reader of an image or a volume.
 
     Args:
         path: the file, or the folder of an OME-Zarr image.
@@ -84,7 +84,7 @@ def open_image(
             temporary files; ``memory`` to keep the decoded images in memory.
         alpha: how transparency is read. ``mask``: fully transparent pixels have no data, and the
             transparency is not a band of the image. ``band``: it is read as an ordinary band.
-        level: the resolution of an OME-Zarr image; 0 is the highest, which other files have alone.
+        level: the resolution of an OME-Zarr image; 0 is the highest. Other files have only level 0.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -127,7 +127,11 @@ def _opened(
     labels: bool = False,
     level: int = 0,
 ) -> Reader:
-    """Return the reader of a file, with what files beside it say: mask, no data, georeference."""
+    """Return the reader of an image file, completed by files that lie beside it.
+
+    Such files may hold a validity mask, a pixel value that means "no data", or a georeference.
+    The arguments are those of :func:`open_image`; ``labels`` is True to read a label map.
+    """
     if not path.is_file() and not ome_zarr.is_zarr_folder(path):
         raise FileNotFoundError(f"there is no image file {path}: correct the path")
     if _has_levels(path):
@@ -156,9 +160,10 @@ def _opened(
 
 
 def _take_nodata_beside(reader: Reader) -> None:
-    """Set the reader's number for no data from GDAL's metadata file beside the image, if any.
+    """Set ``reader.nodata`` from GDAL's metadata file (.aux.xml) beside the image, if any.
 
-    If the file declares different numbers for its bands, a note is added instead.
+    ``nodata`` is the pixel value that means "no data". If the file declares different values for
+    the bands, a note is added to the reader instead.
     """
     values = pam.nodata_values(reader.path)
     if len(values) == 1:
@@ -195,7 +200,7 @@ def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, label
 
 
 def _is_of_pillow(path: Path) -> bool:
-    """Return True if Pillow recognises a file whose ending names no format."""
+    """Return True if Pillow recognises the content of a file whose ending is not known."""
     from PIL import UnidentifiedImageError
 
     try:
@@ -227,9 +232,9 @@ def _tiff() -> ModuleType:
 
 
 def open_mask(path: str | Path, dims: int = 2, level: int = 0) -> Reader:
-    """Open a label map: one band of integers, or of floats that hold whole numbers.
+    """Return the reader of a label map: one band of integers, or of floats with whole values.
 
-    The integers of a palette image are the indices into its palette.
+    From a palette image it returns the indices into the palette.
 
     Args:
         path: the file.
@@ -258,7 +263,9 @@ def open_mask(path: str | Path, dims: int = 2, level: int = 0) -> Reader:
 
 
 def open_coloured(path: str | Path, dims: int = 2, level: int = 0) -> Reader:
-    """Open a mask whose colours stand for classes. The reader returns red, green, blue as uint8.
+    """Return the reader of a mask whose colours stand for classes.
+
+    The reader returns the colours as three bands, red, green and blue, in uint8.
 
     Args:
         path: the file.
@@ -290,7 +297,7 @@ def open_coloured(path: str | Path, dims: int = 2, level: int = 0) -> Reader:
 
 
 class _Whole(Reader):
-    """Reader that converts whole numbers that a mask stores as floats to integers.
+    """Reader of a mask that stores its labels as floats; it returns them as int64.
 
     Args:
         floats: the reader of the mask.
@@ -328,7 +335,7 @@ class _Whole(Reader):
 
 
 class _Unpacked(Reader):
-    """Reader that converts a palette image or a grey image to red, green and blue.
+    """Reader that converts a palette image or a grey image to three bands: red, green, blue.
 
     Args:
         indices: the reader of the palette's indices, or of the greys.
@@ -362,7 +369,9 @@ class _Unpacked(Reader):
 
 
 class NpyReader(Reader):
-    """Reader of a memory-mapped npy file with shape (bands, *size), or (*size) for one band.
+    """Reader of a memory-mapped npy file.
+
+    The array has the shape (bands, *size), or (*size) for one band.
 
     An array (height, width, bands) is accepted if its last axis has at most 4 entries and its first
     axis has more.
@@ -395,7 +404,7 @@ class NpyReader(Reader):
 
 
 def _mapped(path: Path) -> np.ndarray:
-    """Return the memory-mapped array of a npy file, after a check that the file is long enough."""
+    """Return the memory-mapped array of an npy file, after a check that the file is complete."""
     with open(path, "rb") as file:
         version = np.lib.format.read_magic(file)
         if version not in _HEADERS:
@@ -467,7 +476,10 @@ class PillowReader(Reader):
         return copied(self._array, self._array[(slice(None), *box.slices)])
 
     def _unpacked(self) -> np.ndarray:
-        """Return the whole image, (bands, height, width), including transparency."""
+        """Return the decoded image, (bands, height, width), in memory or in a scratch file.
+
+        If the image has transparency, it is the last band.
+        """
         height, width = self.size
         shape = (height, width, self.bands + (self.alpha is not None))
         strip = max(1, _STRIP // (width * shape[-1] * self.dtype.itemsize))
@@ -519,9 +531,9 @@ class PillowReader(Reader):
 
 
 def _tiny(image):
-    """Return an image of one pixel in the mode of ``image``.
+    """Return an image of one pixel with the mode and the metadata of Pillow's ``image``.
 
-    It is decoded to find out the bands and the dtype, without decoding the whole image.
+    Its decoded bands and dtype are those of ``image``, which need not be decoded to know them.
     """
     from PIL import Image
 

@@ -28,11 +28,12 @@ _PALETTE = 3  # PhotometricInterpretation of palette images
 
 
 def open_tiff(path: Path, dims: int | None, scratch: str | None, alpha: str) -> Reader:
-    """Open the first image of a TIFF file that is not marked as a thumbnail or pyramid level.
+    """Return the reader of the first image of a TIFF file that is no thumbnail or pyramid level.
 
     Args:
         path: the file.
-        dims: 3 to read unnamed pages as slices of a volume, not as bands.
+        dims: 3 to read pages whose axis has no name as slices of a volume; otherwise they are
+            bands.
         scratch: folder for decoded strips (:func:`distseg.data.formats.mapped.mapped_array`).
         alpha: how transparency is read (:func:`distseg.data.formats.readers.open_image`).
 
@@ -72,9 +73,10 @@ def _opened(path: Path) -> tuple[TiffFile, Pages]:
 
 
 class Mask:
-    """Validity mask of an image. Called with a box, it returns (*box.size) bool, True for data.
+    """Validity mask of an image, read from a TIFF file; an object of the class is a function.
 
-    There is data where the single band of the mask is not 0.
+    Called with a box, it returns (*box.size) bool: True where the single band of the mask is not 0,
+    which means that the image has data there.
 
     Args:
         path: the file, for messages.

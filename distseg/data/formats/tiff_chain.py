@@ -48,8 +48,8 @@ def _kind(tags: bytes, entry: int, order: str) -> int:
     """Return the kind (NewSubfileType) of a page; 0, a full image, if no tag tells it.
 
     Args:
-        tags: the bytes of the tags.
-        entry: bytes of a tag: 12, or 20 in BigTIFF.
+        tags: the bytes of all tags of the page.
+        entry: number of bytes of a tag: 12, or 20 in BigTIFF.
         order: byte order for ``struct``.
     """
     found = 0

@@ -20,7 +20,7 @@ _BY_LIKENESS = ("generic", "uniform")  # series of pages that only share their s
 
 @dataclass(frozen=True)
 class Pages:
-    """The image's pages, the pages of its validity mask, and notes on the other pages."""
+    """Pages of a TIFF file: those of the image, those of its validity mask, and notes on others."""
 
     image: TiffPageSeries
     mask: TiffPageSeries | None
@@ -28,9 +28,10 @@ class Pages:
 
 
 def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
-    """Return the first image of full size, its validity mask, and notes on the other pages.
+    """Return the pages of the first image of full size, of its validity mask, and notes.
 
-    An image has full size if its tags do not mark it as reduced, such as a thumbnail.
+    An image has full size if its tags do not mark it as reduced, such as a thumbnail. The notes
+    are about the other pages of the file.
 
     Args:
         path: the file, for messages.
@@ -95,13 +96,14 @@ def _by_kind(
 
 
 def _joined(images: list[TiffPageSeries]) -> list[TiffPageSeries]:
-    """Join pages of the same form at the beginning, if each was written by a call of its own.
+    """Return images in which pages that were written by separate calls are joined to one image.
 
-    tifffile's writer adds its metadata to each call's pages, which makes each page a series. A
-    file of the same pages without these metadata is one series (kind ``generic``).
+    tifffile's writer adds metadata to the pages of each call. So tifffile reads a page that was
+    written by a call of its own as an image of its own. Only the first pages are joined, up to a
+    page of another shape or dtype.
 
     Args:
-        images: the images of full size in the file.
+        images: the images of full size in the file, as tifffile reads them.
     """
     first = images[0]
     same = 0
@@ -117,7 +119,7 @@ def _joined(images: list[TiffPageSeries]) -> list[TiffPageSeries]:
 
 
 def _series_of(pages: list, like: TiffPageSeries) -> TiffPageSeries:
-    """Return a series that joins pages of the same shape and number type.
+    """Return tifffile's series, an image of several pages, for pages of the same shape and dtype.
 
     Its kind, such as OME or ImageJ, is that of the series ``like``.
     """
@@ -139,7 +141,7 @@ def _pixels(series: TiffPageSeries) -> int:
 
 
 def _in_words(series: TiffPageSeries) -> str:
-    """Return the size, bands, dtype and number of pages of an image in words."""
+    """Return a phrase with the size, bands, dtype and number of pages of an image."""
     page, pages = series.keyframe, len(series.pages)
     size = Size([page.imagedepth, page.imagelength, page.imagewidth][page.imagedepth == 1 :])
     on = f" on {pages} pages" if pages > 1 else ""

@@ -37,14 +37,17 @@ _AT_ONCE = 1 << 24
 class Segments:
     """Reader of boxes of pixels in a series of TIFF pages.
 
-    The axes of a series, such as YXS, CYX or ZYX, tell which dims are spatial and which are bands.
+    The letters of the axes, such as YXS, CYX or ZYX, tell which dims are spatial (Z, Y, X) and
+    which are bands.
 
     Args:
         path: the file.
         file: the open file.
         series: the pages.
-        dims: 3 to read unnamed pages as slices of a volume, not as bands.
-        alpha: index of the band of transparency; None without one. LERC may store it as its mask.
+        dims: 3 to read pages whose axis has no name as slices of a volume; otherwise they are
+            bands.
+        alpha: index of the band that is transparency; None without one. LERC compression may
+            store this band as its mask.
         scratch: folder for decoded strips (:func:`distseg.data.formats.mapped.mapped_array`).
 
     Raises:
@@ -115,7 +118,9 @@ class Segments:
         return self._series.keyframe
 
     def _mapped(self, shape: list[int]) -> np.ndarray:
-        """Return the memory-mapped array of an uncompressed series, with the lengths ``shape``.
+        """Return the memory-mapped array of an uncompressed series.
+
+        ``shape`` gives the length of each axis of ``self._axes``, in order.
 
         Raises:
             ValueError: the file is too short.
@@ -150,10 +155,11 @@ class Segments:
             )
 
     def _check_form(self) -> None:
-        """Refuse encodings that programs decode in different ways, or whose size cannot be checked.
+        """Refuse an encoding that programs decode differently, or whose size cannot be checked.
 
         For example, programs differ in how they read a predictor without a compression that uses
-        one. :mod:`distseg.data.formats.packed` must be able to read the size of compressed images.
+        one. The size is checked by :mod:`distseg.data.formats.packed`, which must be able to read
+        it from the header of a compressed image.
 
         Raises:
             ValueError: the encoding is refused; the message names the repair.
@@ -209,12 +215,12 @@ class Segments:
 
     @property
     def _at_once(self) -> bool:
-        """True if strips or tiles are so large that the first read of a page decodes them all."""
+        """True if strips or tiles are so large that the first read of a page decodes all of it."""
         return self._segment_bytes > _AT_ONCE
 
     @property
     def _pages_axes(self) -> str:
-        """The letters of the axes that run over pages; all other axes lie within a page."""
+        """Letters of the axes along which pages follow each other; the others lie in a page."""
         spread = len(self._series.pages) > 1
         inside = sum(n > 1 or a in "YX" for a, n in zip(self._layout.axes, self._layout.shape))
         return self._axes[: len(self._axes) - inside] if spread else ""
@@ -245,8 +251,8 @@ class Segments:
     def _part(self, number: int, wanted: tuple[slice, ...]) -> np.ndarray:
         """Return the pixels of a part of a page, from the scratch file or decoded anew.
 
-        The shape is (separate bands, depth, height, width, interleaved bands). A file stores bands
-        in either way, so one of these two numbers is 1.
+        The shape is (separate bands, depth, height, width, interleaved bands). A file stores all
+        bands separately or all interleaved, so the first or the last number is 1.
 
         Args:
             number: index of the page.
@@ -281,7 +287,7 @@ class Segments:
 
     @property
     def kept(self) -> int:
-        """Bytes of decoded pixels that the reader keeps; 0 if it decodes each box anew."""
+        """Number of bytes of decoded pixels that are kept; 0 if each box is decoded anew."""
         layout = self._layout
         if self._map is not None or (layout.is_tiled and self._segment_bytes <= _CHEAP):
             return 0
@@ -289,15 +295,15 @@ class Segments:
 
     @property
     def block_rows(self) -> int:
-        """Rows of a tile, if each call of ``read`` decodes its tiles anew; otherwise 1."""
+        """Number of rows of a tile, if each call of ``read`` decodes tiles anew; otherwise 1."""
         return 1 if self._map is not None or self.kept else self._edges[1]
 
     @cached_property
     def _kept(self) -> np.ndarray | None:
         """Array for the decoded pixels of all pages, in a scratch file unless it is small.
 
-        It is None if no pixels are kept: the file has small tiles, which are decoded again for each
-        box, or there is no room for the scratch file.
+        It is None if decoded pixels are not kept. This is so if the file has small tiles, which
+        are decoded again for each box, or if the disk has no room for the scratch file.
         """
         layout, pages = self._layout, self._series.pages
         if not self.kept:
@@ -354,8 +360,12 @@ class Segments:
         """Return the pixels of a strip or tile of a page, its position and its shape.
 
         The pixels have the shape (depth, height, width, bands). They are None if a sparse file
-        leaves the strip or tile out. The position is (separate band, depth, row, column, 0) of the
-        first pixel. ``index`` counts the strips or tiles of the page.
+        leaves the strip or tile out. The position is that of the first pixel in the page:
+        (separate band, depth, row, column, 0).
+
+        Args:
+            page: tifffile's page.
+            index: index of the strip or tile in the page.
         """
         layout, data = self._layout, self._raw(page, index)
         if data is None:
@@ -387,13 +397,13 @@ class Segments:
         return self._bytes(page.dataoffsets[index], count) if count else None
 
     def _checked(self, data: bytes, tables: bytes | None = None) -> bytes:
-        """Return the bytes of a strip or tile, after a check of the image size in their header.
+        """Return the bytes of a strip or tile after a check of the image size in their header.
 
-        If zlib or zstd was applied to LERC's bytes, it is undone.
+        If bytes of LERC are compressed again by zlib or zstd, they are unpacked first.
 
         Args:
             data: the bytes of the strip or tile in the file.
-            tables: JPEG tables of the page, which may hold the size too.
+            tables: JPEG tables of the page, which may hold the image size too.
 
         Raises:
             ValueError: the header has no size, or one that is larger than the strip or tile.
@@ -444,9 +454,9 @@ class Segments:
             )
 
     def _packed(self, pixels: int) -> int:
-        """Return how many bytes ``pixels`` decoded bytes take in the file without compression.
+        """Return how many bytes of an uncompressed file decode to ``pixels`` bytes of memory.
 
-        They take fewer bytes in the file if a pixel has fewer bits there than in memory.
+        In the file they are fewer if a pixel has fewer bits there than in memory.
         """
         layout = self._layout
         return pixels * layout.bitspersample // (8 * layout.dtype.itemsize)
@@ -457,14 +467,15 @@ class Segments:
 
 
 def named_axes(path: Path, series: TiffPageSeries, dims: int | None) -> tuple[str, list[int]]:
-    """Return the letters and the lengths of a series' axes, without axes of length 1.
+    """Return the letters of the axes of a series of TIFF pages, and the axes' lengths.
 
-    The axes Y and X are always returned.
+    Axes of length 1 are left out, except Y and X.
 
     Args:
         path: the file, for messages.
         series: the pages.
-        dims: 3 to read unnamed pages as slices of a volume (axis Z). Otherwise they are bands.
+        dims: 3 to read pages whose axis has no name as slices of a volume (axis Z). Otherwise
+            they are bands.
 
     Raises:
         ValueError: an axis is neither spatial nor bands, or there are two axes of bands.
@@ -485,7 +496,7 @@ def named_axes(path: Path, series: TiffPageSeries, dims: int | None) -> tuple[st
 
 
 def _overlap(at: int, length: int, wanted: slice) -> tuple[slice, slice]:
-    """Return the overlap of a strip or tile and the wanted part of its page, along one dim.
+    """Return where a strip or tile overlaps the wanted part of its page, along one dim.
 
     Args:
         at: position of the strip's or tile's first pixel in the page.

@@ -47,7 +47,7 @@ class VoxelReader(Reader):
         scale: tuple[float, float] | None = None,
         last: bool = False,
     ) -> None:
-        """Set the position and the encoding of the voxels in the file.
+        """Tell the reader where the voxels lie in the file, and how they are encoded.
 
         Args:
             stored: the dtype of the stored numbers.
@@ -56,10 +56,12 @@ class VoxelReader(Reader):
                 are not compressed.
             scale: (slope, intercept), which are applied to the stored numbers; None
                 if the file has none.
-            last: True if the bands of a voxel lie side by side; False if each band is a volume.
+            last: True if the file stores the bands of each voxel together; False if it stores one
+                volume per band.
 
         Raises:
-            ValueError: the numbers are neither whole nor real, or the file is too small.
+            ValueError: ``stored`` is neither an integer nor a float dtype, or the file is too
+                small.
         """
         if stored.kind not in "iuf":
             raise ValueError(
@@ -113,7 +115,7 @@ class VoxelReader(Reader):
         return np.memmap(self.path, self._stored, "r", self._offset, (count,))
 
     def _unpacked(self) -> np.ndarray:
-        """Return all stored voxels of a compressed file, unpacked into a scratch file."""
+        """Return all stored voxels of a compressed file, as an array in a scratch file."""
         array = mapped_array((self._bytes,), np.dtype(np.uint8), self._scratch)
         if array is None:
             check_memory(
@@ -133,7 +135,7 @@ class VoxelReader(Reader):
         return array.view(self._stored)
 
     def _fill(self, array: np.ndarray, file: gzip.GzipFile) -> None:
-        """Fill an array with the unpacked bytes of a compressed file.
+        """Fill ``array`` with unpacked bytes of a compressed file.
 
         Raises:
             EOFError: the file has too few bytes.
@@ -155,7 +157,7 @@ def volume_size(spatial: tuple[int, ...], dims: int | None) -> tuple[int, ...]:
 
     Args:
         spatial: the spatial size in the file, (z, y, x) or (y, x).
-        dims: number of spatial dims; by default 3, or 2 for a single slice.
+        dims: number of spatial dims; None for 3, or for 2 if the volume has a single slice.
 
     Raises:
         ValueError: ``dims`` is 2, but there are several slices; or there are no voxels.
@@ -180,9 +182,9 @@ def write_packed(
 
     Args:
         path: the file to write.
-        header: bytes before the compressed ones.
-        inside: bytes to compress before the voxels.
-        found: classes (z, y, x) uint8.
+        header: bytes that are written first, uncompressed.
+        inside: bytes that are compressed before the voxels.
+        found: the class numbers, (z, y, x) uint8.
         advance: called after each slice with its number of voxels.
     """
     # No name and no time in the gzip header, so that equal results are equal files.
@@ -196,5 +198,8 @@ def write_packed(
 
 
 def _scaled(stored: np.dtype) -> np.dtype:
-    """Return the dtype of scaled voxels: float32 if it holds each stored number, else float64."""
+    """Return the dtype of voxels after scaling: float32 if it holds all numbers of ``stored``.
+
+    Otherwise the result is float64. ``stored`` is the dtype in the file.
+    """
     return np.dtype(np.float32 if np.can_cast(stored, np.float32) else np.float64)

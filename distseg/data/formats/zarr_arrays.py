@@ -52,12 +52,13 @@ class Stored:
         version: the version of zarr, 2 or 3.
         shape: the shape of the array.
         dtype: the dtype of its numbers.
-        chunk: the shape of the part of the array that one file holds: a chunk or a shard.
+        chunk: the shape of the part of the array that one file holds: a chunk, or a shard, which
+            consists of several chunks.
         decoded: the shape of the part that is decoded at once: a chunk.
         fill: the value of chunks that have no file.
         prefix: the beginning of the name of a chunk's file.
         separator: the text between the chunk's indices in the name of its file.
-        packing: how the bytes of a file are packed.
+        packing: how the bytes of a file are compressed.
     """
 
     folder: Path
@@ -73,11 +74,14 @@ class Stored:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks or shards."""
+        """The number of files that hold the complete array: its chunks or shards."""
         return math.prod(-(-n // chunk) for n, chunk in zip(self.shape, self.chunk))
 
     def file(self, index: Sequence[int]) -> Path:
-        """Return the file of the chunk with this index along each axis."""
+        """Return the path of the file that holds a chunk or shard.
+
+        ``index`` is its number along each axis of the array.
+        """
         return self.folder / f"{self.prefix}{self.separator.join(map(str, index))}"
 
 
@@ -116,7 +120,7 @@ def metadata_in(folder: Path, path: Path) -> tuple[int, dict | None, dict]:
 
 
 def _json(file: Path) -> dict:
-    """Return the object that a file of metadata holds.
+    """Return the JSON object in a file of metadata, as a dict.
 
     Raises:
         ValueError: the file is too large, or holds no JSON object.
@@ -245,10 +249,10 @@ def _stored_v3(folder: Path, about: Mapping[str, Any], path: Path) -> Stored:
 def _packing_v3(
     codecs: Sequence[Mapping[str, Any]], chunk: tuple[int, ...], path: Path
 ) -> Packing | Shard:
-    """Return how the bytes of a chunk or shard are packed.
+    """Return how the bytes of a chunk or shard are compressed, from its codecs.
 
     Args:
-        codecs: the codecs of zarr v3.
+        codecs: the codecs in the metadata of zarr v3.
         chunk: the shape of the chunk or shard.
         path: the image's folder, for messages.
 
@@ -292,7 +296,10 @@ def _check_separator(separator: Any, folder: Path) -> None:
 
 
 def _check_codecs(codecs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Refuse codecs of zarr v3, or of its shards, that are not in the list of safe ones."""
+    """Refuse an array of zarr v3 with a codec that is not in the list of safe codecs.
+
+    The codecs inside shards are checked too.
+    """
     for codec in codecs:
         name = codec["name"]
         known = name in _CODECS_V3 or str(name).removeprefix("numcodecs.") in _CODECS
@@ -319,7 +326,7 @@ def _no_numbers(text: Any, path: Path) -> ValueError:
 
 
 def count_chunks(stored: Stored) -> int:
-    """Return the number of files of chunks in an array's folder.
+    """Return how many files with chunks the folder of an array holds.
 
     Raises:
         ValueError: the folder holds a link, a pipe or a device, which could lead anywhere.
@@ -385,7 +392,7 @@ class ChunkedArray:
         """Refuse a chunk that would unpack to far more bytes than it should, and fill the memory.
 
         Args:
-            index: the index of the chunk or shard along each axis.
+            index: the number of the chunk or shard along each axis of the array.
 
         Raises:
             ValueError: the chunk unpacks to far more bytes than its shape and dtype need.
@@ -410,9 +417,10 @@ class ChunkedArray:
         self._checked.add(index)
 
     def _pieces(self, part: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Yield the index of each chunk that a part touches, and the overlap of chunk and part.
+        """Yield the index of each chunk that a part of the array touches, and their overlap.
 
-        The overlap has one slice of the whole array for each axis.
+        The index is the chunk's number along each axis. The overlap is one slice per axis, in
+        coordinates of the whole array.
         """
         ranges = [range(at.start // n, -(-at.stop // n)) for at, n in zip(part, self._stored.chunk)]
         for index in product(*ranges):

@@ -33,7 +33,7 @@ class Packing:
 
     Attributes:
         codec: the name of the codec; None if the bytes are not packed.
-        start: number of bytes of checksums before the packed bytes.
+        start: number of bytes of checksums that come before the packed bytes.
         form: the container format for the codec LZMA, a constant of :mod:`lzma`.
     """
 
@@ -50,8 +50,8 @@ class Shard:
         count: number of chunks.
         first: True if the index is at the beginning of the file, not at its end.
         order: byte order of the index, ``<`` or ``>``.
-        summed: bytes of the checksum of the index.
-        inner: the packing of each chunk.
+        summed: number of bytes of the index's checksum.
+        inner: how the bytes of each chunk are packed.
     """
 
     count: int
@@ -62,7 +62,7 @@ class Shard:
 
 
 def packing_of(codecs: Sequence[tuple[str, Mapping[str, Any]]], path: Path) -> Packing:
-    """Return how a chunk's bytes are packed.
+    """Return how the bytes of a zarr chunk are packed (compressed), from its codecs.
 
     Args:
         codecs: name and options of each codec, in the order of encoding.
@@ -99,9 +99,9 @@ def unpacks_to_more(data: memoryview, packing: Packing | Shard, numbers: int) ->
     which the decoder refuses.
 
     Args:
-        data: the bytes of the file.
-        packing: how they are packed.
-        numbers: count of numbers in a chunk; for a shard, in each of its chunks.
+        data: the bytes of the chunk's or shard's file.
+        packing: how these bytes are packed.
+        numbers: how many numbers a chunk has; for a shard, each of its chunks.
     """
     if isinstance(packing, Shard):
         parts = _parts(data, packing)
@@ -125,7 +125,7 @@ def unpacks_to_more(data: memoryview, packing: Packing | Shard, numbers: int) ->
 
 
 def _parts(data: memoryview, shard: Shard) -> Iterator[memoryview]:
-    """Yield the bytes of each chunk in a shard; nothing if its index is damaged."""
+    """Yield the packed bytes of each chunk in a shard; nothing if the index is damaged."""
     length = 16 * shard.count + shard.summed
     if len(data) < length:
         return
@@ -136,20 +136,20 @@ def _parts(data: memoryview, shard: Shard) -> Iterator[memoryview]:
 
 
 def _blosc(data: memoryview, form: int, most: int) -> Iterator[int]:
-    """Yield the bytes that a chunk in blosc unpacks to, as its header declares."""
+    """Yield the number of bytes that a blosc chunk unpacks to, as its header declares it."""
     yield struct.unpack_from("<I", data, 4)[0]
 
 
 def _lz4(data: memoryview, form: int, most: int) -> Iterator[int]:
-    """Yield the bytes that a chunk in lz4 unpacks to, as its header declares."""
+    """Yield the number of bytes that an lz4 chunk unpacks to, as its header declares it."""
     yield struct.unpack_from("<I", data)[0]
 
 
 def _zstd(data: memoryview, form: int, most: int) -> Iterator[int]:
-    """Yield the most bytes that each block of zstd can unpack to.
+    """Yield for each block of a zstd chunk an upper bound of the bytes that it unpacks to.
 
-    The sum is too large by less than a block for each frame. A frame that declares more than
-    ``most`` is yielded at once.
+    The sum is too large by less than a block for each frame. If a frame declares more than ``most``
+    bytes, this number is yielded at once.
 
     Source: RFC 8878, section 3.1.
     """
@@ -181,9 +181,9 @@ def _zstd(data: memoryview, form: int, most: int) -> Iterator[int]:
 
 
 def _deflate(data: memoryview, wbits: int, most: int) -> Iterator[int]:
-    """Yield the bytes that pieces of zlib's or gzip's streams unpack to.
+    """Yield how many bytes each piece of a zlib or gzip chunk unpacks to.
 
-    Nothing is yielded for chunks that are too small to do harm.
+    Nothing is yielded for chunks that are too small to fill the memory.
     """
     if len(data) * _DEFLATED <= max(most, _HARMLESS):
         return
@@ -200,7 +200,7 @@ def _deflate(data: memoryview, wbits: int, most: int) -> Iterator[int]:
 
 
 def _streams(data: memoryview, make: Callable[[], Any]) -> Iterator[int]:
-    """Yield the bytes that pieces of bz2's or LZMA's streams unpack to.
+    """Yield how many bytes each piece of a bz2 or LZMA chunk unpacks to.
 
     Args:
         data: the packed bytes.

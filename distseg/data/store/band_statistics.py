@@ -12,7 +12,7 @@ from distseg.tiling.tile import Box
 
 
 class Moments:
-    """Mean and standard deviation of each band, computed block by block in float64.
+    """Mean and standard deviation of each band of images, computed block by block in float64.
 
     Blocks are merged by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise
     algorithm for computing sample variances", 1979). It avoids the cancellation in mean(x^2) -
@@ -72,8 +72,9 @@ class ClassCounts:
         size: the size of the image.
 
     Attributes:
-        table: (classes, *blocks) int64, the number in each block of ``BLOCK`` pixels a side.
-        totals: for each class, the number in the whole image.
+        table: (classes, *blocks) int64, the number of pixels in each block of ``BLOCK`` pixels a
+            side.
+        totals: for each class, the number of pixels in the whole image.
     """
 
     def __init__(self, classes: int, size):

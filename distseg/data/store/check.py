@@ -21,7 +21,7 @@ _MOST = 20  # number of findings of an image that are listed one by one
 
 
 def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _progress) -> list[str]:
-    """Return one line of text per damaged part; an empty list if the store is intact.
+    """Read a whole store; return a line of text per damaged part, or an empty list.
 
     If an image has more than 20 damaged parts, a last line counts those that are not listed.
 
@@ -55,7 +55,7 @@ def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _pro
 def _findings(store: Store, name: str, shown: SilentProgress) -> Iterator[str]:
     """Yield a line for each damaged part of an image.
 
-    Its pixels, validity mask, labels and counts of classes are read.
+    All its pixels, its validity mask, its labels and its counts of classes are read.
 
     Args:
         store: the store.
@@ -108,8 +108,8 @@ def _each(
         store: the store.
         name: the name of the image.
         what: the dataset: ``pixels``, ``labels`` or ``valid`` (the validity mask).
-        wrong: called with the reader, the index and the content of a chunk. It returns in words
-            what is wrong with the content, or None.
+        wrong: a function of the reader, the index and the content of a chunk. It returns a phrase
+            that says what is wrong with the content, or None.
         shown: the progress display to advance.
     """
     try:
@@ -131,13 +131,13 @@ def _each(
 def _wrong_pixels(
     store: Store, name: str, reader: Chunked, index: tuple[int, ...], pixels: np.ndarray
 ) -> str | None:
-    """Return in words what is wrong with a chunk of pixels; None if every value is valid.
+    """Return a phrase that says what is wrong with a chunk of pixels; None if all are valid.
 
     Args:
         store: the store.
         name: the name of the image.
         reader: the reader of the pixels.
-        index: the chunk's index in each dim.
+        index: the chunk's number along each dim.
         pixels: the content of the chunk.
     """
     place = reader.place(index)
@@ -155,16 +155,16 @@ def _wrong_pixels(
 def _wrong_labels(
     store: Store, reader: Chunked, index: tuple[int, ...], labels: np.ndarray, counts: ClassCounts
 ) -> str | None:
-    """Return in words what is wrong with a chunk of labels; None if every label is valid.
+    """Return a phrase that says what is wrong with a chunk of labels; None if all are valid.
 
     Valid labels are added to ``counts``.
 
     Args:
         store: the store.
         reader: the reader of the labels.
-        index: the chunk's index in each dim.
+        index: the chunk's number along each dim.
         labels: the content of the chunk.
-        counts: the counts of the image's classes.
+        counts: the numbers of pixels of each class in the image, so far.
     """
     box = reader.place(index)
     bad = (labels >= len(store.classes)) & (labels != store.ignore)

@@ -38,9 +38,11 @@ class Damage(ValueError):
 
 @dataclass(frozen=True)
 class Sums:
-    """Position in the file of the checksums of a dataset's chunks, and a digest of these checksums.
+    """Position of the checksums of a dataset's chunks in a store, and their digest.
 
-    ``at`` is the byte of the file at which the first checksum begins.
+    Attributes:
+        at: the byte of the file at which the first checksum begins.
+        digest: the digest of all these checksums.
     """
 
     at: int
@@ -50,8 +52,8 @@ class Sums:
 class ChunkSums:
     """Collector of the checksums of an array's chunks; the array is written box by box.
 
-    A chunk is complete when :meth:`write` has received all its pixels. ``sums`` (chunks along each
-    dim) uint64 holds the checksums of the complete chunks.
+    A chunk is complete when :meth:`write` has received all its pixels. The attribute ``sums``,
+    an array uint64 with one entry per chunk, holds the checksums of the complete chunks.
 
     Args:
         shape: the shape of the array.
@@ -66,7 +68,9 @@ class ChunkSums:
         self._pending: dict[tuple[int, ...], tuple[np.ndarray, int]] = {}
 
     def write(self, box: Box, array: np.ndarray) -> None:
-        """Add the pixels ``array`` (*box.size) of a box; every pixel must be given exactly once.
+        """Add the pixels of a box, ``array`` (*box.size).
+
+        All calls together must give every pixel exactly once.
 
         The box has one range for each dim of the array, the bands included.
         """
@@ -88,10 +92,10 @@ class ChunkSums:
 
 
 class ChunkWriter(ChunkSums):
-    """Writer of boxes into a chunked dataset of a file that is being written.
+    """Writer of boxes of pixels into a chunked dataset of an open HDF5 file.
 
-    A complete chunk is written to the file. ``sums`` holds the checksums of the chunks as they are
-    stored.
+    A chunk is written to the file when all its pixels are known. The attribute ``sums`` holds the
+    checksums of the chunks' bytes in the file.
     """
 
     def __init__(self, dataset: h5py.Dataset):
@@ -107,8 +111,8 @@ class ChunkWriter(ChunkSums):
 class Chunked:
     """Base class of readers of an array in chunks that have checksums.
 
-    A box has one range for each dim of the array, the bands included. The index of a chunk is its
-    number along each dim.
+    A box has one range for each dim of the array, the bands included. The index of a chunk is a
+    tuple: its number along each dim.
 
     Args:
         shape: the shape of the array.
@@ -168,14 +172,15 @@ class Chunked:
     def loaded(
         self, indices: Iterable[tuple[int, ...]]
     ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-        """Yield the index and the content of each chunk, as :meth:`load` returns it."""
+        """Yield the index of each of these chunks and its pixels, as :meth:`load` returns them."""
         for index in indices:
             yield index, self.load(index)
 
     def load(self, index: tuple[int, ...]) -> np.ndarray:
-        """Return the chunk with this index, in its full size even where it exceeds the array.
+        """Return the pixels of the chunk with this index, (*self.chunk).
 
-        The next load of any reader in this thread may overwrite the result.
+        A chunk at the border has its full size, and so exceeds the array. The next load of any
+        reader in this thread may overwrite the result.
 
         Raises:
             Damage: the chunk is damaged.
@@ -188,14 +193,15 @@ class Chunked:
         return _extent(index, self.chunk, self.shape)
 
     def damage(self, index: tuple[int, ...], how: str) -> Damage:
-        """Return an error that names a chunk.
+        """Return an error that names a damaged chunk.
 
-        ``how`` says what is wrong with its pixels, such as ``are cut off``.
+        ``index`` is its number along each dim. ``how`` says what is wrong with its pixels, such as
+        ``are cut off``.
         """
         return Damage(f"{self._path} is damaged: {self._words(index)} {how}: {AGAIN}")
 
     def _words(self, index: tuple[int, ...]) -> str:
-        """Return in words what the chunk with this index holds, and its position."""
+        """Return a phrase with the content and the position of a chunk, for messages."""
         box = self.place(index)
         bands = (
             f", bands {box.start[0]} to {box.stop[0] - 1}"
@@ -260,10 +266,10 @@ class ChunkReader(Chunked):
         self._sums = None if sums is None else self._read_sums(handle, sums)
 
     def load(self, index: tuple[int, ...]) -> np.ndarray:
-        """Return the chunk with this index, in its full size even where it exceeds the dataset.
+        """Return the pixels of the chunk with this index, (*self.chunk).
 
-        If the chunk is stored uncompressed, the next load of any reader in this thread overwrites
-        the result.
+        A chunk at the border has its full size, and so exceeds the dataset. If the chunk is stored
+        uncompressed, the next load of any reader in this thread overwrites the result.
 
         Raises:
             Damage: the chunk is damaged.
@@ -282,7 +288,7 @@ class ChunkReader(Chunked):
         The next call in the same thread overwrites them.
 
         Args:
-            index: the position of the chunk in the grid of chunks.
+            index: the chunk's number along each dim.
         """
         size, at, done = int(self._sizes[index]), int(self._at[index]), 0
         buffer = _buffer(size)
@@ -299,7 +305,10 @@ class ChunkReader(Chunked):
         return buffer
 
     def _unpacked(self, index: tuple[int, ...], data: memoryview) -> bytes:
-        """Return the bytes of a chunk after decompression (deflate)."""
+        """Return the bytes of a chunk, ``data``, after decompression (deflate).
+
+        ``index`` is the chunk's number along each dim, for messages.
+        """
         stream = zlib.decompressobj()
         try:
             found = stream.decompress(data, self._bytes + 1)
@@ -330,10 +339,10 @@ class ChunkReader(Chunked):
             )
 
     def _places(self, dataset: Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the position of each chunk in the file, its number of bytes, and its filter mask.
+        """Return three arrays with one entry per chunk: position, number of bytes, filter mask.
 
-        Each result is an array with one entry per chunk (chunks along each dim). The position is a
-        byte of the file. HDF5's filter mask says which filters were skipped in writing.
+        The position is the byte of the file at which the chunk begins. HDF5's filter mask says
+        which filters, such as compression, were skipped when the chunk was written.
 
         Raises:
             Damage: a chunk is missing, lies outside the file, or has an impossible size.
@@ -392,8 +401,8 @@ def _touched(
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
     """Yield the index of each chunk that a box touches, and the overlap of chunk and box.
 
-    The overlap is given twice: as slices of the box, and as slices of the chunk. ``chunk`` is the
-    size of a chunk.
+    The index is the chunk's number along each dim. The overlap is given twice: as slices of the
+    box, and as slices of the chunk. ``chunk`` is the size of a chunk.
     """
     axes = []
     for a, b, c in zip(box.start, box.stop, chunk):
@@ -408,9 +417,10 @@ def _touched(
 
 
 def _buffer(size: int) -> memoryview:
-    """Return memory for ``size`` bytes of a chunk; calls in one thread return the same memory.
+    """Return memory for the ``size`` bytes of a chunk.
 
-    The memory is reused because allocating it would take longer than reading the chunk.
+    All calls in one thread return the same memory, because allocating it anew would take longer
+    than reading the chunk.
     """
     if len(getattr(_buffers, "block", b"")) < size:
         _buffers.block = bytearray(size)

@@ -23,7 +23,7 @@ _READ_BYTES = 64 << 20  # bytes of pixels that are read at a time
 
 
 class FilePixels(Chunked):
-    """Reader of the pixels of an image in an image file.
+    """Reader of the pixels of an image from the image file to which a store refers.
 
     Args:
         shape: (bands, *size).
@@ -31,9 +31,9 @@ class FilePixels(Chunked):
         path: the store, for messages.
         what: the content in words, for messages, such as ``pixels of image 'a'``.
         source: the image file.
-        files: the open files.
+        files: the image files that this process holds open.
         handle: file descriptor of the open store, which holds the checksums.
-        sums: the position of the checksums.
+        sums: the position of the checksums in the store.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class FilePixels(Chunked):
     def loaded(
         self, indices: Iterable[tuple[int, ...]]
     ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-        """Yield the index and the content of each chunk.
+        """Yield the index of each of these chunks and its pixels, as :meth:`load` returns them.
 
-        Adjacent chunks are read together, so that a tile of the file that several chunks touch is
-        decoded once.
+        Adjacent chunks are read together, so that a tile of the image file that several chunks
+        touch is decoded once.
         """
         reader = self._opened()
         most = max(1, _READ_BYTES // (math.prod(self.chunk) * self.dtype.itemsize))
@@ -66,7 +66,9 @@ class FilePixels(Chunked):
                 yield from self._read_part(reader, part)
 
     def load(self, index: tuple[int, ...]) -> np.ndarray:
-        """Return the chunk with this index, in its full size even where it exceeds the image.
+        """Return the pixels of the chunk with this index, (*self.chunk).
+
+        A chunk at the border has its full size, and so exceeds the image; there it is 0.
 
         Raises:
             Damage: the pixels differ from those that were prepared.
@@ -75,9 +77,10 @@ class FilePixels(Chunked):
         return next(self.loaded([index]))[1]
 
     def damage(self, index: tuple[int, ...], how: str) -> Damage:
-        """Return an error that names the image file and a chunk.
+        """Return an error that names the image file and a damaged chunk.
 
-        ``how`` says what is wrong with its pixels, such as ``differ from those prepared``.
+        ``index`` is its number along each dim. ``how`` says what is wrong with its pixels, such as
+        ``differ from those prepared``.
         """
         return Damage(
             f"{self._source.files[0].path}, to which {self._path} refers: {self._words(index)} "
@@ -85,10 +88,10 @@ class FilePixels(Chunked):
         )
 
     def _opened(self) -> Reader:
-        """Return the reader of the image.
+        """Return the reader of the image file.
 
         Raises:
-            ValueError: the image has another size or type than in the store.
+            ValueError: the image has another size or dtype than the store says.
         """
         reader = self._files.reader(self._source)
         found, expected = (reader.bands, *reader.size), self.shape
@@ -100,10 +103,10 @@ class FilePixels(Chunked):
         return reader
 
     def _read_part(self, reader: Reader, part: Box) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-        """Yield the index and the content of the chunks of a part of the image, read at once.
+        """Read a part of the image at once; yield the index and the pixels of each of its chunks.
 
         Args:
-            reader: the reader of the image.
+            reader: the reader of the image file.
             part: the box of the chunks' numbers along the spatial dims.
 
         Raises:
@@ -126,7 +129,7 @@ class FilePixels(Chunked):
 
 
 def merged(boxes: Sequence[Box]) -> list[Box]:
-    """Return fewer boxes that cover the same cells, by joining boxes with a common side.
+    """Return fewer boxes that cover the same cells: boxes with a common side are joined.
 
     Args:
         boxes: boxes that do not overlap, sorted by their starts.

@@ -82,7 +82,7 @@ class Data:
     filters: tuple[str, ...]
 
     def open(self) -> h5py.Dataset:
-        """Return the dataset as h5py's object."""
+        """Return the dataset as an :class:`h5py.Dataset`."""
         return h5py.Dataset(self.id)
 
 
@@ -120,8 +120,8 @@ def _followed(file: h5py.File, name: str) -> h5py.h5g.GroupID | h5py.h5d.Dataset
     """Return the group or dataset of this name, such as ``a/b/c``.
 
     Raises:
-        ValueError: it is missing, or it or a group above it is a soft or external link, which could
-            lead to another file.
+        ValueError: the group or dataset is missing, or the name leads through a soft or external
+            link, which could lead to another file.
     """
     root, parts = h5py.h5g.open(file.id, b"/"), name.split("/")
     for count in range(1, len(parts) + 1):
@@ -151,7 +151,7 @@ def strings(texts: list[str]) -> np.ndarray:
 
 
 class Growing:
-    """Writer of a new HDF5 file through the descriptor of an open file.
+    """Writer of a new HDF5 file into an open file; it raises the errors of a full disk.
 
     ::
 
@@ -175,12 +175,12 @@ class Growing:
         self.file = h5py.File(str(path), "w", driver="fileobj", fileobj=self._sink, libver=_VERSION)
 
     def check(self) -> None:
-        """Raise the first system error in writing, if any."""
+        """Raise the first system error that occurred while HDF5 wrote, if any."""
         if self._sink.error is not None:
             raise self._sink.error
 
     def close(self) -> None:
-        """Close the HDF5 file and raise the first system error in writing, if any."""
+        """Close the HDF5 file; raise the first system error that occurred while writing, if any."""
         self.file.close()
         self.check()
 
@@ -195,10 +195,10 @@ class Growing:
 
 
 class _Sink:
-    """File object for HDF5 that never raises an error.
+    """File object that HDF5 writes into and that never raises an error.
 
-    After the first error it ignores all writes. The error is kept in ``error``, and
-    :class:`Growing` raises it.
+    HDF5 would crash on an error. After the first error all writes are ignored. The error is kept
+    in ``error``, and :class:`Growing` raises it.
     """
 
     def __init__(self, handle: int):
@@ -252,9 +252,9 @@ class _Sink:
 
 
 def _kind(mode: int) -> str:
-    """Return the kind of a path in words, such as ``a folder``. The path is not a plain file.
+    """Return a word for what a path is if it is not a plain file, such as ``a folder``.
 
-    ``mode`` is ``st_mode`` of :func:`os.stat`.
+    ``mode`` is the path's ``st_mode`` from :func:`os.stat`.
     """
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")

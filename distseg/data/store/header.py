@@ -34,9 +34,9 @@ _WRONG = (
 
 @dataclass(frozen=True)
 class Entry:
-    """Index entry of an image: its name, size, dtype, split and so on, without its pixels.
+    """Index entry of an image in a store: name, size, dtype, split and so on, without pixels.
 
-    :mod:`distseg.data.store.layout` describes how the store holds it.
+    :mod:`distseg.data.store.layout` describes how the store holds the index.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Entry:
 
     @property
     def version(self) -> int:
-        """The lowest version of a store that can hold this image."""
+        """The lowest version of the store format that can hold this image."""
         if self.source is not None:
             return layout.REFERRING
         return layout.MASKED if self.valid else layout.VERSION
@@ -216,7 +216,7 @@ class Header:
 
 
 def begin(file: h5py.File) -> None:
-    """Mark a new file as an unfinished store."""
+    """Mark a new HDF5 file as a store that is not yet complete."""
     file.attrs.create("format", np.bytes_(layout.FORMAT))
     file.attrs.update(version=layout.VERSION, complete=False)
 
@@ -233,7 +233,7 @@ def write(
     sums: np.ndarray,
     colours: np.ndarray | None = None,
 ) -> None:
-    """Write the header, which completes the store. All images must be written before.
+    """Write the header of a store, which completes it. All images must be written before.
 
     Args:
         file: the open file.
@@ -242,7 +242,7 @@ def write(
         ignore: label of pixels to ignore.
         mean: (bands,) mean of each band.
         std: (bands,) standard deviation of each band.
-        provenance: where the data come from, in types that JSON can hold.
+        provenance: the origin of the data, such as folders and settings, in types that JSON holds.
         images: the index entries of all images.
         sums: (chunks,) uint64, the checksums of the chunks of all images.
         colours: (classes, 3) uint8, the colours of the classes; None if there are none.
@@ -286,7 +286,7 @@ def read(path: str, file: h5py.File) -> Header:
 
 
 class _Told(ValueError):
-    """Error whose message already says what to do, so that :func:`read` adds no advice to it."""
+    """Error in a header whose message already names the repair, so :func:`read` adds no advice."""
 
 
 def _read(path: str, file: h5py.File) -> Header:
@@ -336,7 +336,7 @@ def _read(path: str, file: h5py.File) -> Header:
 
 
 def _must(fine: bool, what: str) -> None:
-    """Raise a ValueError unless ``fine``; ``what`` names the wrong value in words."""
+    """Raise a ValueError unless ``fine`` is True; ``what`` names the wrong value in the message."""
     if not fine:
         raise ValueError(f"impossible: {what}")
 
@@ -347,7 +347,7 @@ def _count(value: Any, most: int) -> bool:
 
 
 def _sums_at(file: h5py.File) -> int:
-    """Return the position in the file, in bytes, at which the checksums begin."""
+    """Return the byte of the file at which the checksums of all chunks begin."""
     found = hdf5.dataset(file, "sums")
     if found.chunk is not None or found.dtype != np.uint64 or found.id.get_offset() is None:
         raise ValueError("its checksums are not stored as distseg stores them")
@@ -362,7 +362,11 @@ def _text(file: h5py.File, name: str) -> str:
 
 
 def _digest(file: h5py.File, texts: dict[str, str]) -> str:
-    """Return the digest of a header: its attributes, and ``texts`` (index and provenance)."""
+    """Return the digest of a store's header.
+
+    It covers the HDF5 attributes of the file, except ``digest``, and ``texts``: the index and the
+    provenance.
+    """
     attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "digest"}
     return layout.digest(json.dumps([attributes, texts], sort_keys=True).encode())
 

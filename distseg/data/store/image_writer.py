@@ -22,7 +22,7 @@ _LARGEST = 1e30
 
 
 class ImageWriter:
-    """Writer of the blocks of one image, pixels and labels, into its group of the HDF5 file.
+    """Writer of one image of a store: blocks of its pixels and labels go into an HDF5 group.
 
     Args:
         group: the group of the image.
@@ -34,7 +34,7 @@ class ImageWriter:
         bands: names of the bands.
         classes: names of the classes.
         ignore: label of pixels to ignore.
-        nodata: the number for no data; None if there is none.
+        nodata: the pixel value that means "no data"; None if no value does.
         moments: statistics to which the pixels are added; None if the image is not in the split
             train.
         check: function that raises the system error that occurred in writing, if any. It is called
@@ -43,7 +43,8 @@ class ImageWriter:
             class; None without one.
         masked: True if the image has a validity mask.
         place: the georeference of the image; None without one.
-        source: the file that holds the pixels. They are then checked and summed, but not written.
+        source: the image file to which the store refers for the pixels. They are then checked, and
+            their checksums are computed, but they are not written. None writes the pixels.
     """
 
     def __init__(
@@ -159,7 +160,9 @@ class ImageWriter:
         return entry, np.concatenate([sums.ravel() for sums in self._sums.values()])
 
     def _pixel_chunks(self, shape: tuple[int, ...]) -> ChunkSums:
-        """Return the writer of the pixels; if a file holds them, it computes only their checksums.
+        """Return the object that receives the pixels and computes the checksums of their chunks.
+
+        It also writes the chunks, unless the store refers to an image file for the pixels.
 
         Args:
             shape: (bands, *size).
@@ -182,7 +185,10 @@ class ImageWriter:
     def _check_shapes(
         self, box: Box, pixels: np.ndarray, labels: np.ndarray | None, valid: np.ndarray | None
     ) -> None:
-        """Refuse a block outside the image, a block that is written already, and wrong shapes."""
+        """Refuse a block that lies outside the image, was written before, or has a wrong shape.
+
+        The arguments are those of :meth:`write`.
+        """
         if (
             len(box.start) != len(self.size)
             or not Box.whole(self.size).contains(box)
@@ -253,7 +259,7 @@ class ImageWriter:
 
 
 def first_bad(pixels: np.ndarray, missing: np.ndarray | None = None) -> tuple[int, ...] | None:
-    """Return the index of the first invalid value; None if all are valid.
+    """Return the index of the first invalid pixel value, (band, *position); None if all are valid.
 
     A value is invalid if it is not finite, or if its absolute value is 1e30 or more.
 
@@ -274,5 +280,5 @@ def first_bad(pixels: np.ndarray, missing: np.ndarray | None = None) -> tuple[in
 
 
 def position(box: Box, inside) -> tuple[int, ...]:
-    """Return the position in the image of a pixel whose position in ``box`` is ``inside``."""
+    """Return a pixel's position in the image from its position ``inside`` the box ``box``."""
     return tuple(int(a + p) for a, p in zip(box.start, inside))

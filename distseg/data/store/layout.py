@@ -103,7 +103,10 @@ def blocks(size) -> tuple[int, ...]:
 
 
 def chunk_sum(data) -> int:
-    """Return the checksum (64-bit XXH3) of the bytes of a chunk, compressed if stored so."""
+    """Return the checksum (64-bit XXH3) of the bytes of a chunk as the file holds them.
+
+    If the chunk is stored compressed, ``data`` are the compressed bytes.
+    """
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -118,13 +121,13 @@ def digest(data: bytes | np.ndarray) -> str:
 
 
 def check_name(name: str, where: str) -> None:
-    """Refuse a name of an image that no file could have, or that leads out of a folder.
+    """Refuse a name of an image that cannot be a file name, or that leads out of a folder.
 
-    Files are named after their image, so its name must be a valid file name.
+    Class maps are files named after their image, so its name must be a valid file name.
 
     Args:
         name: the name of the image.
-        where: where the name comes from, for the message.
+        where: the origin of the name, for the message.
 
     Raises:
         ValueError: the name is not allowed.

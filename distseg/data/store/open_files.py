@@ -16,15 +16,17 @@ _MOST_OPEN = 64  # most files that are held open
 
 
 class OpenFiles:
-    """Open files of one store in one process. The file that was used longest ago is closed first.
+    """Cache of the image files to which one store refers, open in one process.
+
+    If the cache is full, the file that was used longest ago is closed first.
 
     Several threads may use one object. A forked process needs its own object, and must keep the
     object of its parent alive, because handles of GDAL cannot be closed after a fork.
 
     Args:
         store: the store.
-        most_decoded: the most files whose decoded pixels are kept; None for as many as fit into
-            256 MiB.
+        most_decoded: the largest number of files whose decoded pixels are kept; None for as many as
+            fit into 256 MiB.
     """
 
     def __init__(self, store: str, most_decoded: int | None = None):
@@ -48,7 +50,7 @@ class OpenFiles:
         return source.image(found)
 
     def _fits(self) -> bool:
-        """Return True if the open files are no more than allowed, and keep few enough bytes."""
+        """Return True if the number of open files and their decoded bytes are within the limits."""
         kept = [reader.kept for reader in self._readers.values() if reader.kept]
         return (
             sum(kept) <= MOST_KEPT

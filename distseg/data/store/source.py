@@ -26,7 +26,7 @@ _THREADS = 16  # parallel file systems answer many requests at once
 
 @dataclass(frozen=True)
 class SourceFile:
-    """File that a store refers to, and its fingerprint.
+    """File that a store refers to, and a fingerprint of its content.
 
     Attributes:
         path: the path relative to the folder of the store.
@@ -39,7 +39,9 @@ class SourceFile:
     hash: str
 
     def change(self, folder: Path) -> str | None:
-        """Return in words what is different from when the store was written; None if nothing is.
+        """Return a phrase that says what changed in the file since the store was written.
+
+        The result is None if nothing changed.
 
         Args:
             folder: the folder of the store.
@@ -60,20 +62,22 @@ class SourceFile:
         return None
 
     def at(self, folder: Path) -> Path:
-        """Return the path of the file, if the store lies in ``folder``."""
+        """Return the path of the file, which is stored relative to the store's ``folder``."""
         return Path(os.path.normpath(folder / self.path))
 
 
 @dataclass(frozen=True)
 class Source:
-    """Image file from which the pixels of an image are read.
+    """Image file that holds the pixels of an image of a store.
+
+    An image of the store is the whole image of the file, a slice of it, or a part of it.
 
     Attributes:
         files: the image file, and all other files from which the image was prepared: files beside
             it, sources of a VRT, its mask.
         dims, alpha: how the file is opened (:func:`distseg.data.formats.readers.open_image`).
-        page: index of the slice that is the image; None for the whole file.
-        part: the part of the file's image that is the image; None for all of it.
+        page: index of the slice of a volume in the file; None if the image is no slice.
+        part: the box of the image in the file's image; None if the image is no part.
     """
 
     files: tuple[SourceFile, ...]
@@ -104,7 +108,7 @@ class Source:
 
     @property
     def valid(self) -> bool:
-        """True if each value is one that a store may have."""
+        """True if the attributes have types and values that a store may hold."""
         corners = () if self.part is None else (*self.part.start, *self.part.stop)
         numbers = (self.dims, self.page, *corners, *(file.bytes for file in self.files))
         corners_fit = self.part is None or len(self.part.start) == len(self.part.stop)
@@ -118,11 +122,11 @@ class Source:
 
     @property
     def key(self) -> tuple:
-        """The key of the open file among others; slices and parts of one file share it."""
+        """Key of a cache of open files; slices and parts of one file have the same key."""
         return self.files[0].path, self.dims, self.alpha
 
     def open(self, store: str) -> Reader:
-        """Return a reader of the whole image file; of a volume if the image is a slice.
+        """Return a reader of the whole image file, as a volume if the image is a slice of it.
 
         Args:
             store: the store that refers to the file.
@@ -135,7 +139,9 @@ class Source:
         return open_image(self.files[0].at(folder_of(store)), dims, alpha=self.alpha)
 
     def image(self, reader: Reader) -> Reader:
-        """Return the reader of the image: of ``part`` or of the slice ``page``, or ``reader``.
+        """Return the reader of the image: of ``self.part``, of slice ``self.page``, or ``reader``.
+
+        ``reader`` is the reader of the whole file that :meth:`open` returned.
 
         Raises:
             ValueError: the file has too few slices or pixels.
@@ -156,11 +162,11 @@ class Source:
 
 
 def source_files(paths: Iterable[Path], store: Path) -> tuple[SourceFile, ...]:
-    """Return files with their fingerprints, each once, for a new store.
+    """Return the files to which a new store refers, each once, with their fingerprints.
 
     Args:
-        paths: the files.
-        store: the store to be written.
+        paths: the files; a path may occur several times.
+        store: the store to be written. The results name the files relative to its folder.
     """
     folder = folder_of(store)
     return tuple(
@@ -169,7 +175,10 @@ def source_files(paths: Iterable[Path], store: Path) -> tuple[SourceFile, ...]:
 
 
 def folder_of(store: str | Path) -> Path:
-    """Return the folder to which paths in a store are relative. Links to a store are followed."""
+    """Return the folder of a store, to which the paths in it are relative.
+
+    If ``store`` is a link, it is followed.
+    """
     return Path(os.path.realpath(store)).parent
 
 
@@ -186,10 +195,10 @@ def fingerprint(path: Path) -> tuple[int, str]:
 
 
 def changes(sources: Sequence[Source], folder: Path) -> list[str]:
-    """Return in words what changed in files since a store was written, one text for each file.
+    """Return what changed in image files since a store was written, one phrase per changed file.
 
     Args:
-        sources: the sources of the images.
+        sources: the image files to which the store refers.
         folder: the folder of the store.
     """
     files = _files(sources)
@@ -202,14 +211,14 @@ def changes(sources: Sequence[Source], folder: Path) -> list[str]:
 
 
 def check_unchanged(sources: Sequence[Source], store: str) -> None:
-    """Refuse files that have changed, or that are gone, since a store was written.
+    """Refuse image files that have changed, or that are gone, since a store was written.
 
     Args:
-        sources: the sources of the images.
-        store: the store.
+        sources: the image files to which the store refers.
+        store: the path of the store.
 
     Raises:
-        ValueError: there are such files; the message names the first of them.
+        ValueError: a file has changed or is gone; the message names the first such files.
     """
     if found := changes(sources, folder_of(store)):
         raise ValueError(
@@ -220,10 +229,13 @@ def check_unchanged(sources: Sequence[Source], store: str) -> None:
 
 
 def _files(sources: Sequence[Source]) -> list[SourceFile]:
-    """Return the files of the sources, each once."""
+    """Return all files of these sources; a file that several sources name is there once."""
     return list(dict.fromkeys(file for source in sources for file in source.files))
 
 
 def _relative(path: Path, folder: Path) -> str:
-    """Return the path of a file relative to a folder. A file that is a link keeps its own name."""
+    """Return the path of a file relative to a folder.
+
+    Links in the path of the folder are followed. A file that is a link itself keeps its own name.
+    """
     return os.path.relpath(os.path.join(os.path.realpath(path.parent), path.name), folder)

@@ -41,20 +41,20 @@ _warned: set[str] = set()  # stores without checksums about which this process h
 class Store:
     """Reader of a store: windows of images and labels, channels first.
 
-    Several threads may use one reader. A forked process opens its own handle. ``digest`` differs
-    between stores of different content; in version 1, which has no checksums, between stores of
-    different headers.
+    Several threads may use one reader. A forked process opens its own handle. The attribute
+    ``digest`` is a hash of the store's content. Stores of version 1 have no checksums of pixels;
+    there it is a hash of the header only.
 
     Args:
         path: the store.
         constants: mean and standard deviation of each band for normalising, such as the values
-            with which a network was trained; by default the store's own.
+            with which a network was trained. None takes the values that the store holds.
         shrink: average blocks of ``shrink`` pixels a side into one pixel. Rows and columns that
-            fill no whole block are dropped. Only for images that have no labels of pixels and no
-            pixels without data.
-        most_decoded: the most image files whose decoded pixels each process keeps, if the store
-            refers to files that can only be decoded as a whole; None for as many as fit into
-            256 MiB.
+            fill no whole block are dropped. A store whose images have labels of pixels, or pixels
+            without data, is refused.
+        most_decoded: for a store that refers to image files: the largest number of files whose
+            decoded pixels a process keeps, if a file can only be decoded as a whole. None keeps
+            as many as fit into 256 MiB.
 
     Raises:
         FileNotFoundError: the store does not exist.
@@ -101,9 +101,10 @@ class Store:
 
     @property
     def decoded_bytes(self) -> int:
-        """The most bytes of memory that decoded pixels of files take; 0 if there are no files.
+        """Upper limit, in bytes, of the memory for decoded pixels of image files.
 
-        A decoded image of more than 16 MiB is in a scratch file, and does not count.
+        It is 0 if the store refers to no image files. A decoded image of more than 16 MiB is in a
+        scratch file and does not count.
         """
         if not any(entry.source is not None for entry in self._images.values()):
             return 0
@@ -117,7 +118,7 @@ class Store:
         return len(self.band_names)
 
     def split(self, name: str) -> list[str]:
-        """Return the names of a split's images, in the order they were written.
+        """Return the names of the images in a split, in the order in which they were written.
 
         Raises:
             ValueError: the store has no such split.
@@ -130,11 +131,11 @@ class Store:
         return self.splits[name]
 
     def size(self, name: str) -> tuple[int, ...]:
-        """Return the size of an image, after shrinking."""
+        """Return the size of an image in pixels, after shrinking by ``shrink``."""
         return tuple(n // self.shrink for n in self._entry(name).size)
 
     def dtype(self, name: str) -> np.dtype:
-        """Return the dtype of the stored pixels."""
+        """Return the dtype in which the store holds the pixels of an image."""
         return self._entry(name).dtype
 
     def has_labels(self, name: str) -> bool:
@@ -147,7 +148,9 @@ class Store:
         return any(entry.label is not None for entry in self._images.values())
 
     def label(self, name: str) -> int | float:
-        """Return the label of a whole image: its class, or a number in a store of one class.
+        """Return the label of a whole image.
+
+        It is the number of its class, or, if the store has only one class, a number to predict.
 
         Raises:
             ValueError: the image has no label of the whole image.
@@ -161,7 +164,7 @@ class Store:
         return found
 
     def nodata(self, name: str) -> int | float | None:
-        """Return the number for no data in the image's pixels; None if there is none."""
+        """Return the pixel value that means "no data" in an image; None if no value does."""
         return self._entry(name).nodata
 
     def place(self, name: str) -> Georeference | None:
@@ -173,7 +176,7 @@ class Store:
         return self._entry(name).valid
 
     def missing(self, name: str) -> int:
-        """Return the number of the image's pixels that have no data in any band."""
+        """Return how many pixels of the image have no data in any band."""
         return self._entry(name).missing
 
     def read(self, name: str, box: Box) -> np.ndarray:
@@ -208,10 +211,10 @@ class Store:
         return self.read_masked(name, box)[0]
 
     def read_masked(self, name: str, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return normalised pixels of a box, and True where they have no data.
+        """Return normalised pixels of a box, and a mask that is True at values without data.
 
-        Both are (bands, *box.size), the pixels float32. Values without data are 0. Instead of the
-        mask, None means that all values have data.
+        Both are (bands, *box.size), the pixels float32, the mask bool. Values without data are 0.
+        The mask is None if all values have data.
         """
         pixels = self.read(name, box)
         absent = missing(pixels, self.nodata(name), self.valid(name, box))
@@ -220,9 +223,10 @@ class Store:
     def read_masked_boxes(
         self, name: str, boxes: Sequence[Box]
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return normalised pixels of boxes of the same size, and True where they have no data.
+        """Return normalised pixels of boxes, and a mask that is True at values without data.
 
-        Both are (bands, boxes, *size); otherwise the result is that of :meth:`read_masked`.
+        Both are (bands, boxes, *size); all boxes have the same size. Values without data are 0.
+        The mask is None if all values have data.
         """
         pixels = self.read_boxes(name, boxes)
         valid = [self.valid(name, box) for box in boxes]
@@ -232,7 +236,7 @@ class Store:
     def valid(self, name: str, box: Box) -> np.ndarray | None:
         """Return the validity mask of a box, (*box.size) bool, True where there is data.
 
-        None means that the image has no validity mask, or that all pixels of the image have data.
+        The result is None if the image has no validity mask, or if all its pixels have data.
         """
         if not (self.masked(name) and self.missing(name)):
             return None
@@ -242,7 +246,8 @@ class Store:
     def without_data(self, name: str, box: Box) -> np.ndarray | None:
         """Return a mask (*box.size) bool, True at pixels of a box that have no data in any band.
 
-        None means that the image has no such pixel, or that all values in the box have data.
+        The result is None if the image has no pixel without data, or if all values in the box
+        have data.
         """
         if not self.missing(name):
             return None
@@ -250,7 +255,7 @@ class Store:
         return None if found is None else found.all(0)
 
     def labels(self, name: str, box: Box) -> np.ndarray:
-        """Return the labels of a box, class numbers or ``ignore``, (*box.size) uint8."""
+        """Return the labels of a box, (*box.size) uint8: class numbers, or ``self.ignore``."""
         self._check_labelled(name)
         self._check(name, box)
         return self.reader(name, "labels").read(box)
@@ -258,8 +263,8 @@ class Store:
     def block_counts(self, name: str) -> np.ndarray:
         """Return the number of pixels of each class in each block, (classes, *blocks) int64.
 
-        A block has ``block`` pixels a side. The numbers tell where an image has pixels of a class,
-        without reading the labels.
+        A block has ``self.block`` pixels a side. The numbers tell where an image has pixels of a
+        class, without reading the labels.
         """
         self._check_labelled(name)
         found = self.reader(name, "counts")
@@ -275,7 +280,7 @@ class Store:
         """Refuse image files that have changed or are gone, if the store refers to files.
 
         Raises:
-            ValueError: there are such files; the message names them.
+            ValueError: a file has changed or is gone; the message names the first such files.
         """
         sources = [entry.source for entry in self._images.values() if entry.source is not None]
         check_unchanged(sources, self.path)
@@ -288,7 +293,7 @@ class Store:
         return [file.at(folder) for source in sources for file in source.files]
 
     def changed_files(self, name: str) -> list[str]:
-        """Return in words what changed in the files to which an image refers, one text a file."""
+        """Return what changed in the files to which an image refers, one phrase per file."""
         source = self._entry(name).source
         return [] if source is None else changes([source], folder_of(self.path))
 
@@ -298,7 +303,9 @@ class Store:
         return self._entry(name).counts
 
     def reader(self, name: str, what: str) -> Chunked:
-        """Return the reader of an image's ``pixels``, ``labels``, ``valid`` or ``counts``.
+        """Return the reader of a dataset of an image, from the cache if it is there.
+
+        ``what`` names the dataset: ``pixels``, ``labels``, ``valid`` or ``counts``.
 
         Raises:
             ValueError: the data are missing, stored in another file, or differ from the index.
@@ -332,7 +339,7 @@ class Store:
         weakref.finalize(self, os.close, self._descriptor)
 
     def _new_reader(self, name: str, what: str) -> Chunked:
-        """Return a new reader of a dataset of an image (:meth:`reader`)."""
+        """Return a new reader of a dataset of an image, for the cache of :meth:`reader`."""
         entry, words = self._entry(name), f"{what} of image {name!r}"
         if what == "pixels" and entry.source is not None:
             return self._file_pixels(entry, entry.source, words)
@@ -354,7 +361,7 @@ class Store:
             ) from e
 
     def _file_pixels(self, entry: header.Entry, source: Source, words: str) -> FilePixels:
-        """Return the reader of pixels in a file; ``words`` names them for messages."""
+        """Return the reader of pixels in an image file; ``words`` names them in messages."""
         shape, dtype = self._expected(entry, "pixels")
         sums = self._sums(entry, "pixels")
         return FilePixels(
@@ -362,7 +369,7 @@ class Store:
         )
 
     def _sums(self, entry: header.Entry, what: str) -> Sums:
-        """Return the position of the checksums of a dataset of an image."""
+        """Return the position in the file of the checksums of a dataset of an image."""
         return Sums(self._sums_at + 8 * entry.sums[what], entry.digests[what])
 
     def _expected(self, entry: header.Entry, what: str) -> tuple[tuple[int, ...], np.dtype]:
@@ -382,8 +389,8 @@ class Store:
         """Refuse to shrink images whose pixels or labels cannot be averaged.
 
         Raises:
-            ValueError: an image has labels of pixels, pixels without data, or a number for no data,
-                or it is smaller than a block of ``shrink`` pixels a side.
+            ValueError: an image has labels of pixels, pixels without data, or a pixel value that
+                means "no data", or it is smaller than a block of ``shrink`` pixels a side.
         """
         if self.shrink == 1:
             return
@@ -401,7 +408,7 @@ class Store:
                 )
 
     def _check_size(self) -> None:
-        """Refuse a file that is too small for the pixels of its images, which are uncompressed.
+        """Refuse a file with fewer bytes than the pixels of its images take uncompressed.
 
         Raises:
             ValueError: the file is too small.
@@ -458,9 +465,10 @@ class Store:
 
 
 def shrunken(pixels: np.ndarray, by: int) -> np.ndarray:
-    """Return means over blocks of ``by`` pixels a side, (bands, *(size // by)) float32.
+    """Return an image shrunk to means of blocks, (bands, *(size // by)) float32.
 
-    Rows and columns that fill no whole block are dropped. ``pixels`` is (bands, *size).
+    A block has ``by`` pixels a side. Rows and columns that fill no whole block are dropped.
+    ``pixels`` is (bands, *size).
     """
     cut = pixels[(slice(None), *(slice(n // by * by) for n in pixels.shape[1:]))]
     split = cut.reshape(len(cut), *(n for size in cut.shape[1:] for n in (size // by, by)))
@@ -482,8 +490,9 @@ def normalised(
         pixels: (bands, *size).
         mean: (bands,).
         std: (bands,).
-        nodata: the number for no data; None if there is none.
-        valid: the validity mask, (*size) bool; None if all pixels have data.
+        nodata: the pixel value that means "no data"; None if no value does.
+        valid: the validity mask, (*size) bool, True where there is data; None if all pixels have
+            data.
     """
     return _standardised(pixels, mean, std, missing(pixels, nodata, valid))
 
@@ -493,7 +502,7 @@ def _standardised(
 ) -> np.ndarray:
     """Return (pixels - mean) / std as float32, with 0 where ``absent`` is True.
 
-    The arguments are those of :func:`normalised`.
+    ``pixels`` and ``absent`` are (bands, *size), ``mean`` and ``std`` (bands,).
     """
     pixels = pixels.astype(np.result_type(pixels.dtype, np.float32))
     if absent is not None:

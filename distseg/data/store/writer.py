@@ -25,7 +25,7 @@ from distseg.report.disk import check_replaceable, disk_full_errors, locked, to_
 
 
 def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, planes: int) -> int:
-    """Return the largest number of bytes that an image can take in a store.
+    """Return an upper bound of the bytes that an image takes in a store.
 
     Args:
         size: the size of the image.
@@ -51,10 +51,10 @@ class StoreWriter:
         classes: names in the order of their labels, 2 to 255.
         bands: names of the bands, or their number.
         ignore: label of pixels to ignore; it is no class.
-        provenance: where the data come from, in types that JSON can hold.
+        provenance: the origin of the data, such as folders and settings, in types that JSON holds.
         overwrite: True if an existing store may be replaced.
         expected: number of bytes that the store will take, for the message of a full disk. If the
-            images added until then can take more, the message names that number instead.
+            images added so far can take more, the message names their number of bytes instead.
         numbers: True if each image has a number as its label. ``classes`` is then one name, which
             says what the numbers measure.
         colours: (classes, 3) uint8, the colours of class maps; None if there are none.
@@ -94,7 +94,7 @@ class StoreWriter:
             )
 
     def _check(self) -> None:
-        """Refuse classes, an ignore value or bands that no store can have."""
+        """Refuse names of classes, names of bands or a label to ignore that no store can have."""
         if len(self.classes) > 255:
             raise ValueError(
                 f"--classes names {len(self.classes)} classes, but labels are stored as bytes, so "
@@ -156,7 +156,7 @@ class StoreWriter:
         place: Georeference | None = None,
         source: Source | None = None,
     ) -> ImageWriter:
-        """Add an image and return its writer. The blocks written by it must cover the image.
+        """Add an image and return its writer, which must be given blocks that cover the image.
 
         Args:
             name: the name of the image.
@@ -164,7 +164,8 @@ class StoreWriter:
             dtype: dtype of the pixels.
             split: the split of the image.
             labels: True if the image's pixels have labels.
-            nodata: the number for no data; ignored if no pixel of ``dtype`` can have it.
+            nodata: the pixel value that means "no data"; ignored if ``dtype`` cannot hold it. None
+                if no value does.
             label: the label of the whole image: its class, or a number if the store has a single
                 class; None without one.
             masked: True if a validity mask is written with the pixels.
@@ -295,5 +296,5 @@ class StoreWriter:
             self._growing.check()
 
     def _disk_full_errors(self) -> AbstractContextManager[None]:
-        """Return the context that converts errors of a full disk into :class:`DiskFull`."""
+        """Return a context manager that converts errors of a full disk into :class:`DiskFull`."""
         return disk_full_errors(self.path, self.partial, max(self.expected, self._added))

@@ -36,7 +36,7 @@ class Coco:
     """Content of a COCO file.
 
     Attributes:
-        images: the entries of the images, by file name without folders.
+        images: for each file name, without folders, the entries of the images of this name.
         annotations: the annotations of each image, by the image's id.
         categories: the names of the categories, by their ids.
     """
@@ -52,21 +52,21 @@ def is_coco(path: Path) -> bool:
 
 
 def is_annotated(path: Path) -> bool:
-    """Return True if a file holds polygons in pixel coordinates."""
+    """Return True if a file is a COCO or YOLO file, with polygons in pixel coordinates."""
     return path.suffix.lower() == YOLO_SUFFIX or is_coco(path)
 
 
 def read_annotated(path: Path, rule: ValueRule, grid: ImageGrid) -> Layer:
-    """Return the polygons of an image, in columns and rows.
+    """Return the polygons of an image from a COCO or YOLO file, in pixel coordinates.
 
     Args:
         path: a COCO file, or the YOLO file of the image.
-        rule: the rule for the value of each polygon.
-        grid: the pixels of the image.
+        rule: the rule that gives each polygon its class number.
+        grid: the name and the size of the image.
 
     Raises:
-        ValueError: the file is not of its format, does not fit the image, or holds other
-            annotations than polygons and masks.
+        ValueError: the file is not valid, does not fit the image, or holds other annotations
+            than polygons and masks.
     """
     check_attribute(path, rule, [ATTRIBUTE])
     read = _of_yolo if path.suffix.lower() == YOLO_SUFFIX else _of_coco
@@ -79,13 +79,13 @@ def read_annotated(path: Path, rule: ValueRule, grid: ImageGrid) -> Layer:
 
 
 class _Annotations(NamedTuple):
-    """Annotations of an image.
+    """Annotations of an image: lists with one entry per annotation, and notes.
 
     Attributes:
-        shapes: shapely's geometry of each annotation, in columns and rows.
-        numbers: its id in a COCO file, or its line in a YOLO file.
-        names: the name of its class.
-        notes: phrases for messages that begin with the file's name.
+        shapes: the outline of each annotation as shapely's geometry, in pixel coordinates.
+        numbers: the id of each annotation in a COCO file, or its line in a YOLO file.
+        names: the name of each annotation's class.
+        notes: warnings about the file; each is the rest of a sentence that begins with its name.
     """
 
     shapes: list[Any]
@@ -95,7 +95,7 @@ class _Annotations(NamedTuple):
 
 
 def _of_coco(path: Path, rule: ValueRule, grid: ImageGrid) -> _Annotations:
-    """Return the annotations of an image in a COCO file."""
+    """Return the annotations in the COCO file ``path`` that belong to the image of ``grid``."""
     coco = _coco(path)
     assert coco is not None
     image = _image(path, coco, grid)
@@ -118,11 +118,14 @@ def _coco(path: Path) -> Coco | None:
 
 @lru_cache(maxsize=1)
 def _read_coco(path: Path, size: int, changed: int) -> Coco | None:
-    """Return the content of a file (:func:`_coco`), from the cache if the file has not changed.
+    """Return the content of a COCO file, from the cache if the file has not changed.
+
+    The result is None if the file has another format.
 
     Args:
         path: the file.
-        size, changed: its size and time of change, by which the cache knows the file.
+        size, changed: its size in bytes and time of change. They are part of the cache's key, so
+            that a changed file is read again.
     """
     try:
         content = path.read_bytes()
@@ -153,9 +156,9 @@ def _read_coco(path: Path, size: int, changed: int) -> Coco | None:
 
 
 def _is_plainly_other(content: bytes) -> bool:
-    """Return True if a JSON file cannot be a COCO file, because it does not name COCO's lists.
+    """Return True if the text of a JSON file lacks the names of COCO's lists.
 
-    So a large GeoJSON file need not be parsed to see that it is no COCO file.
+    A large GeoJSON file need not be parsed to see that it is no COCO file.
     """
     in_utf_8 = json.detect_encoding(content) in ("utf-8", "utf-8-sig")
     return in_utf_8 and not all(f'"{name}"'.encode() in content for name in _LISTS)
@@ -167,7 +170,8 @@ def _check_ids(
     """Refuse images that share an id, and annotations of unknown images or categories.
 
     Raises:
-        ValueError: there is one; the message names it.
+        ValueError: two images share an id, or an annotation names an id of an image or a category
+            that the file does not list.
     """
     names: dict[Any, str] = {}
     for image in images:
@@ -187,10 +191,11 @@ def _check_ids(
 
 
 def _image(path: Path, coco: Coco, grid: ImageGrid) -> dict:
-    """Return the entry of an image in a COCO file.
+    """Return the entry of an image in the list ``images`` of a COCO file.
 
     Raises:
-        ValueError: there is none, there are several, or its size is another one.
+        ValueError: the file has no entry or several entries for the image, or the entry has
+            another size than the image.
     """
     found = coco.images.get(_plain(grid.path.name), [])
     if len(found) > 1:  # images of one name in several folders
@@ -222,11 +227,11 @@ def _image(path: Path, coco: Coco, grid: ImageGrid) -> dict:
 
 
 def check_listed(path: Path, images: Sequence[Path]) -> None:
-    """Refuse a COCO file with fewer entries for a file name than there are files of this name.
+    """Refuse a COCO file that has fewer entries for a file name than images have this name.
 
     Args:
-        path: a file of annotations; other files than COCO files are accepted.
-        images: the image files.
+        path: a file of annotations. A file that is no COCO file is accepted without a check.
+        images: the image files, which may lie in different folders.
 
     Raises:
         ValueError: several images would get the annotations of one entry.
@@ -246,10 +251,11 @@ def check_listed(path: Path, images: Sequence[Path]) -> None:
 
 
 def _shape(path: Path, annotation: dict, grid: ImageGrid) -> Any:
-    """Return the segmentation of an annotation as shapely's geometry.
+    """Return the segmentation of a COCO annotation as shapely's geometry.
 
     Raises:
-        ValueError: it is neither polygons nor a run-length encoding that can be read.
+        ValueError: the segmentation is neither a list of polygons nor a run-length encoding, or
+            it is damaged.
     """
     what = f"annotation {annotation['id']} of {path}"
     parts = annotation.get("segmentation")
@@ -268,8 +274,13 @@ def _shape(path: Path, annotation: dict, grid: ImageGrid) -> Any:
 def _check_inside(what: str, found: Any, grid: ImageGrid) -> None:
     """Refuse polygons that lie outside of their image and do not touch its border.
 
+    Args:
+        what: the annotation, for the message.
+        found: the polygons as shapely's geometry, in pixel coordinates.
+        grid: the name and the size of the image.
+
     Raises:
-        ValueError: no pixel of the image can be in them.
+        ValueError: the polygons cannot cover any pixel of the image.
     """
     left, top, right, bottom = found.bounds
     height, width = grid.size
@@ -282,7 +293,7 @@ def _check_inside(what: str, found: Any, grid: ImageGrid) -> None:
 
 
 def _polygons(what: str, parts: Sequence[Sequence[float]], path: Path) -> Any:
-    """Return polygons that are given as lists x1, y1, x2, y2 and so on, as one geometry.
+    """Return polygons, given as lists x1, y1, x2, y2 and so on, as one geometry of shapely.
 
     Raises:
         ValueError: a list has fewer than three corners, or an odd number of numbers.
@@ -302,10 +313,17 @@ def _polygons(what: str, parts: Sequence[Sequence[float]], path: Path) -> Any:
 
 
 def _unpacked(what: str, packed: dict, grid: ImageGrid) -> np.ndarray:
-    """Return the mask (height, width) bool of a run-length encoding, which runs down the columns.
+    """Return the mask, (height, width) bool, that a COCO run-length encoding stands for.
+
+    The encoding counts False and True pixels in turns, column by column.
+
+    Args:
+        what: the annotation, for messages.
+        packed: the encoding: its ``counts``, a list or a compressed text, and its ``size``.
+        grid: the size of the image.
 
     Raises:
-        ValueError: its numbers do not fit the image, or its text is damaged.
+        ValueError: the counts do not fit the image's size, or the text is damaged.
     """
     counts, size = packed.get("counts"), packed.get("size")
     runs = run_lengths(what, counts) if isinstance(counts, str) else counts
@@ -324,12 +342,12 @@ def _unpacked(what: str, packed: dict, grid: ImageGrid) -> np.ndarray:
 
 
 def run_lengths(what: str, text: str) -> list[int]:
-    """Return the run lengths of COCO's compressed run-length encoding.
+    """Return the run lengths that COCO's compressed run-length encoding holds as a text.
 
-    A number is a sequence of characters with the codes 48 to 111. A code less 48 holds five bits of
-    the number, the lowest first, and a sixth bit that is 1 if more follow. The highest bit of the
-    last character is the number's sign. From the fourth number on, each number is the difference
-    to the run length two places before.
+    A number is a sequence of characters with the codes 48 to 111. The code minus 48 has six bits:
+    five bits of the number, lowest first, and a bit that is 1 if more characters follow. The
+    highest of the five bits in the last character is the sign. From the fourth number on, each
+    number is the difference to the run length two places before.
 
     Source: ``rleFrString`` in maskApi.c of the COCO API (Dollar and Lin, 2014).
 
@@ -376,11 +394,11 @@ def _outline(mask: np.ndarray, path: Path) -> Any:
 def _of_yolo(path: Path, rule: ValueRule, grid: ImageGrid) -> _Annotations:
     """Return the annotations in a YOLO file.
 
-    Each line is the number of a class, from 0, and the corners of a polygon as shares of width and
-    height.
+    Each line is the number of a class, counted from 0, and the corners of a polygon. A corner is
+    given as fractions of the image's width and height.
 
     Raises:
-        ValueError: a line is not of this form, or its class has no name.
+        ValueError: a line has another form, or its class has no name.
     """
     known, note = _yolo_names(path, rule)
     found = _Annotations([], [], [], note if rule.attribute is not None else ())
@@ -411,7 +429,16 @@ def _of_yolo(path: Path, rule: ValueRule, grid: ImageGrid) -> _Annotations:
 
 
 def _scaled(what: str, parts: Sequence[str], grid: ImageGrid) -> list[float]:
-    """Return corners in columns and rows, x1, y1, x2, y2 and so on, from shares of the size."""
+    """Return corners in pixels, x1, y1, x2, y2 and so on.
+
+    Args:
+        what: the line of the file, for messages.
+        parts: the corners as texts, in fractions of the image's width and height.
+        grid: the size of the image.
+
+    Raises:
+        ValueError: a text is no number, or lies far outside of 0 to 1.
+    """
     try:
         shares = [float(part) for part in parts]
     except ValueError as e:
@@ -427,10 +454,10 @@ def _scaled(what: str, parts: Sequence[str], grid: ImageGrid) -> list[float]:
 
 
 def _yolo_names(path: Path, rule: ValueRule) -> tuple[dict[int, str], tuple[str, ...]]:
-    """Return the names of YOLO's classes by their numbers, and notes.
+    """Return the name of each class number of a YOLO file, and warnings about the file.
 
-    They are in ``data.yaml`` in one of the folders above. Without it, class 0 is the second class
-    of ``--classes``, because the first one is the background.
+    The names are in ``data.yaml`` in a folder above the file. Without it, class 0 of YOLO is the
+    second class of ``--classes``, because the first one is the background, and a warning says so.
     """
     for folder in list(path.resolve().parents)[:_LEVELS]:
         if (file := folder / _NAMES_FILE).is_file():
@@ -444,10 +471,12 @@ def _yolo_names(path: Path, rule: ValueRule) -> tuple[dict[int, str], tuple[str,
 
 
 def _names_in(file: Path) -> dict[int, str]:
-    """Return the names of classes in YOLO's ``data.yaml``: a list, or a map from their numbers.
+    """Return the name of each class number in YOLO's ``data.yaml``.
+
+    The file has them as a list, or as a mapping from numbers to names.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the file has no names of classes.
     """
     try:
         names = yaml.safe_load(file.read_text(encoding="utf-8"))["names"]
@@ -461,10 +490,10 @@ def _names_in(file: Path) -> dict[int, str]:
 
 
 def _plain(name: str) -> str:
-    """Return the name of a file without folders, in Unicode's form NFC."""
+    """Return a file's name without its folders, in Unicode's form NFC."""
     return os.path.basename(_slashed(name))
 
 
 def _slashed(name: str) -> str:
-    """Return the name of a file in Unicode's form NFC, with a slash after each folder."""
+    """Return a file's path in Unicode's form NFC, with slashes instead of backslashes."""
     return unicodedata.normalize("NFC", name.replace("\\", "/"))

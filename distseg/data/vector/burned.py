@@ -28,8 +28,8 @@ class BurnedReader(Reader):
 
     Args:
         path: the vector file.
-        grid: the pixels of the image.
-        rule: the rule for the value of each polygon.
+        grid: the size and the georeference of the image.
+        rule: the rule that gives each polygon its label.
 
     Attributes:
         polygons: number of polygons whose bounding box overlaps the image.
@@ -62,7 +62,7 @@ class BurnedReader(Reader):
 
     @property
     def overlapping(self) -> int:
-        """Number of pixels that were read and that polygons of different values cover."""
+        """Number of pixels read so far that are covered by polygons of different values."""
         return self._overlapping
 
     def _read(self, box: Box) -> np.ndarray:
@@ -81,9 +81,9 @@ class BurnedReader(Reader):
         return found[None]
 
     def _block(self, block: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the values of a block, and where polygons of different values overlap.
+        """Return the labels of a block, and a mask of the pixels where different labels overlap.
 
-        The second array is None if they overlap nowhere.
+        Both are (rows, columns). The mask is None if all polygons in the block have the same label.
         """
         low, high = self._drawn.bounds[:, :2], self._drawn.bounds[:, 2:]
         corner, end = np.array(block.start[::-1]), np.array(block.stop[::-1])
@@ -97,11 +97,11 @@ class BurnedReader(Reader):
         return drawn, self._burn(shapes[::-1], values[::-1], block) != drawn
 
     def _burn(self, shapes: list[list[np.ndarray]], values: list[int], block: Box) -> np.ndarray:
-        """Return the values of the pixels of a block, (rows, columns).
+        """Draw polygons, and return the labels of the pixels of a block, (rows, columns).
 
         Args:
             shapes: the rings of each polygon, in columns and rows of the image.
-            values: the value of each polygon.
+            values: the label of each polygon.
             block: the box of the block.
         """
         import rasterio.features
@@ -125,17 +125,18 @@ class BurnedReader(Reader):
 
 
 def _directions(grid: ImageGrid) -> np.ndarray:
-    """Return the signs with which columns and rows are drawn.
+    """Return the signs, 1 or -1, by which columns and rows are multiplied before GDAL draws them.
 
-    GDAL gives all rings one direction on the map, and the pixels on a horizontal edge depend on it.
-    So x and y must grow in the directions in which they grow on the map.
+    GDAL gives all rings the same direction, clockwise or not, in the coordinates that it gets. On
+    which pixels a horizontal edge falls depends on this direction. The signs make it the same as if
+    GDAL had drawn the polygons in the coordinates of the map.
     """
     a, b, _, d, e, _ = grid.world.transform
     return np.sign([a, e] if b == d == 0 else [1, a * e - b * d]).astype(int)
 
 
 def _rings_near(polygons: Polygons, at: int, block: Box) -> list[np.ndarray]:
-    """Return the rings of a polygon, without corners that do not matter in a block.
+    """Return the rings of a polygon, without corners that change no pixel of a block.
 
     A path of corners on one side of the block (above, below, left or right) is replaced by the
     straight edge from its first to its last corner. So a coast of a million corners is drawn fast.

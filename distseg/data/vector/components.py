@@ -22,15 +22,17 @@ _MOST_IDS = 1 << 16  # ids that a labeller holds before it drops those of comple
 
 
 def joined(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Join the sets of ``a[i]`` and ``b[i]`` for each i; return each set's smallest member.
+    """Return which elements are connected by pairs (union-find).
+
+    The elements are 0 to count - 1. The elements ``a[i]`` and ``b[i]`` are connected for each i.
 
     Args:
-        count: number of elements, each a set of its own at first.
+        count: number of elements.
         a: first element of each pair, (pairs,) of integers.
         b: second element of each pair, (pairs,) of integers.
 
     Returns:
-        For each element, the smallest member of its set, (count,).
+        For each element, the smallest element that is connected with it, (count,).
     """
     roots = np.arange(count)
     while len(a):
@@ -43,10 +45,11 @@ def joined(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def compressed(parents: np.ndarray) -> np.ndarray:
-    """Return the root of each element of a union-find forest.
+    """Return the root of each element of a union-find forest, (elements,).
 
     Args:
-        parents: the parent of each element; it has a smaller number. A root is its own parent.
+        parents: (elements,) the parent of each element, which is a smaller element. A root is its
+            own parent.
     """
     while True:
         further = parents[parents]
@@ -56,10 +59,10 @@ def compressed(parents: np.ndarray) -> np.ndarray:
 
 
 class Labeller:
-    """Labeller that numbers the objects of a label map, strip by strip.
+    """Connected components of a label map that is read in strips of rows, from top to bottom.
 
-    An object gets a number, its id, in the first strip that shows it. When two objects turn out to
-    be one, the larger id gets the smaller one as its parent.
+    An object (connected component) gets an id in the first strip that shows it. A later strip may
+    show that two objects are one; then the larger id gets the smaller one as its parent.
 
     Args:
         width: number of columns of the map.
@@ -67,12 +70,12 @@ class Labeller:
 
     Attributes:
         parents: (ids,) the parent of each id, or the id itself if it has not been joined.
-        labels: (ids,) the label of each id.
-        serials: (ids,) the number of ids that were new before each id, in the whole map. Serials
-            rise with the ids and in the order of the ids' first pixels.
-        created: number of ids that have been new, in the whole map.
+        labels: (ids,) the label of each id's pixels.
+        serials: (ids,) how many ids of the whole map were created before each id. Serials rise
+            with the ids and in the order of the ids' first pixels.
+        created: number of ids created so far, in the whole map.
         row: the labels of the last row that was added; None at first.
-        row_ids: the ids of the pixels of that row, each the smallest id of its object.
+        row_ids: (width,) the ids of the pixels of that row, each the smallest id of its object.
     """
 
     def __init__(self, width: int, skipped: tuple[int, ...] = ()):
@@ -88,7 +91,7 @@ class Labeller:
     def add(self, strip: np.ndarray) -> np.ndarray:
         """Add the next strip of labels (rows, width); return the ids (rows, width) of its pixels.
 
-        The strip may join ids of earlier strips, which then get a new parent in ``parents``.
+        If the strip connects objects of earlier strips, their ids get a new parent in ``parents``.
         """
         above = 0 if self.row is None else 1
         labels = strip if self.row is None else np.concatenate([self.row[None], strip])
@@ -140,7 +143,7 @@ class Labeller:
         return ids[roots]
 
     def roots(self) -> np.ndarray:
-        """Return, for each id, the smallest id of the same object; store it in ``parents``."""
+        """Return the smallest id of each id's object, (ids,); store it in ``parents`` too."""
         self.parents = compressed(self.parents)
         return self.parents
 
@@ -164,13 +167,15 @@ class Labeller:
 
 
 class _Runs:
-    """Runs of pixels with equal labels in the rows of a strip (rows, width), in reading order.
+    """Runs of a strip (rows, width) of a label map, row by row and from left to right.
+
+    A run is a sequence of neighbouring pixels in one row that have the same label.
 
     Attributes:
-        starts: (runs,) position of the first pixel in the strip, row * width + column.
-        lengths: (runs,) number of pixels.
-        labels: (runs,) the label.
-        in_first_row: number of runs in the first row.
+        starts: (runs,) position of each run's first pixel in the strip, row * width + column.
+        lengths: (runs,) number of pixels of each run.
+        labels: (runs,) the label of each run.
+        in_first_row: number of runs in the first row of the strip.
     """
 
     def __init__(self, strip: np.ndarray):
@@ -184,9 +189,10 @@ class _Runs:
         self._begins = begins
 
     def touching(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pairs of runs of one label whose pixels touch, from one row to the next.
+        """Return the pairs of runs with one label that touch each other in adjacent rows.
 
-        The result is two arrays: the index of the upper run of each pair, and of the lower one.
+        The result is two arrays (pairs,): the index of the upper run of each pair, and of the
+        lower run.
         """
         begins, width = self._begins, self.width
         number = np.cumsum(begins.ravel()) - 1
@@ -198,13 +204,13 @@ class _Runs:
 
 @dataclass(frozen=True)
 class NumberedStrip:
-    """Strip of a label map whose objects have their final numbers.
+    """Strip of rows of a label map, with the final number of the object at each pixel.
 
     Attributes:
         ids: the id of each pixel, (rows, width); NONE outside all objects. An id is an index into
             the other arrays; several ids may stand for one object.
-        numbers: (ids,) the number of each id's object.
-        labels: (ids,) the label of each id.
+        numbers: (ids,) the final number of the object that each id stands for.
+        labels: (ids,) the label of each id's pixels.
     """
 
     ids: np.ndarray
@@ -212,17 +218,17 @@ class NumberedStrip:
     labels: np.ndarray
 
     def drawn(self, outside: int) -> np.ndarray:
-        """Return the number of each pixel's object, (rows, width); ``outside`` for no object."""
+        """Return the object number at each pixel, (rows, width); ``outside`` where no object is."""
         return np.append(self.numbers, outside)[self.ids]  # NONE is the index of the last entry
 
 
 class Numbers:
-    """Numbers of all objects of a map, counted from 1 in the order of their first pixels.
+    """Numbering of the objects of a label map: 1, 2 and so on, in the order of their first pixels.
 
-    An id that was new in one strip may be joined to a smaller id by a later strip. So the map is
-    read twice: the first time, the ids that were joined are collected in a scratch file; the second
-    time (:meth:`numbered`), each new id gets the number of its object at once. Memory holds the ids
-    of one strip and of the objects in its last row.
+    An object is a set of connected pixels of one label. A later strip may show that two objects
+    are one. So the map is read twice. The first time, a scratch file collects which provisional
+    ids belong together. The second time (:meth:`numbered`), each pixel gets the number of its
+    object at once. Memory holds the ids of one strip and of the objects in its last row.
 
     Args:
         strips: strips of labels (rows, width), from top to bottom.
@@ -254,7 +260,7 @@ class Numbers:
         self._collect(labeller)
 
     def _collect(self, labeller: Labeller) -> None:
-        """Write to the scratch file which ids have been joined, and drop complete objects."""
+        """Write to the scratch file which ids are the same object; drop complete objects."""
         parents = labeller.serials[labeller.roots()]
         joined = parents != labeller.serials
         old = int(np.searchsorted(labeller.serials, self._parents.count))  # collected before
@@ -265,7 +271,7 @@ class Numbers:
         labeller.forget()
 
     def numbered(self, strips: Iterable[np.ndarray]) -> Iterator[NumberedStrip]:
-        """Yield the strips of the map with the numbers of their objects.
+        """Yield each strip of the map with the final numbers of its objects.
 
         Args:
             strips: the strips that were given to :class:`Numbers`, again with the same heights.
@@ -285,7 +291,9 @@ class Numbers:
                 numbers = numbers[labeller.forget()]
 
     def drawn(self, strips: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the number of each pixel's object in strips (rows, width), 0 outside all objects.
+        """Yield arrays (rows, width) of the object number at each pixel; 0 outside all objects.
+
+        Each array belongs to one strip.
 
         Args:
             strips: the strips that were given to :class:`Numbers`, again with the same heights.

@@ -33,10 +33,10 @@ class Polygons:
         return len(self.values)
 
     def chosen(self, which: np.ndarray) -> Polygons:
-        """Return some of the polygons.
+        """Return the polygons that a mask chooses.
 
         Args:
-            which: (polygons,) bool, True for those to return.
+            which: (polygons,) bool, True for the polygons to return.
         """
         of_ring = np.repeat(which, np.diff(self.parts))
         of_corner = np.repeat(of_ring, np.diff(self.rings))
@@ -50,7 +50,7 @@ class Polygons:
         )
 
     def moved(self, corners: np.ndarray) -> Polygons:
-        """Return the polygons with other ``corners``, (corners, 2) float64."""
+        """Return the same polygons with new coordinates of their ``corners``, (corners, 2)."""
         first = self.rings[self.parts[:-1]]  # every polygon has rings, and every ring has corners
         bounds = self.bounds
         if len(self):
@@ -62,12 +62,14 @@ class Polygons:
 def polygons_of(
     shapes: np.ndarray, values: np.ndarray, numbers: np.ndarray, shapely: Any
 ) -> Polygons:
-    """Return geometries as arrays; each polygon of a multipolygon becomes a polygon.
+    """Convert shapely's geometries to arrays of corners.
+
+    Each polygon of a multipolygon becomes a polygon of its own.
 
     Args:
         shapes: shapely's polygons and multipolygons.
-        values: (features,) the value of each feature.
-        numbers: (features,) the number of each feature.
+        values: (features,) the value that each feature gives to its pixels.
+        numbers: (features,) the number of each feature in the file.
         shapely: the module.
     """
     polygons, of_feature = shapely.get_parts(shapes, return_index=True)
@@ -88,5 +90,12 @@ def polygons_of(
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Return the index of the first item of each run of these lengths, and the end of the last."""
+    """Return the index at which each of several consecutive groups of items begins.
+
+    Args:
+        lengths: (groups,) the number of items of each group.
+
+    Returns:
+        (groups + 1,) int64; the last entry is the number of all items.
+    """
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

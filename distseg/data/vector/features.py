@@ -22,7 +22,7 @@ class Ring:
     Attributes:
         corners: number of corners; the first corner counts twice, because it is also the last one.
         parts: an iterable of arrays (n, 2) float64 of x and y, which together are the corners in
-            order. It may be iterated several times.
+            order. It can be iterated several times.
     """
 
     corners: int
@@ -31,7 +31,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Feature:
-    """One object of a label map.
+    """One object of a label map, as a polygon with attributes.
 
     Attributes:
         number: number of the object, from 1 in the order of the objects' first pixels.
@@ -40,7 +40,7 @@ class Feature:
         pixels: number of its pixels.
         area: its area in square metres; None if that is unknown.
         rings: an iterable of the rings: first the outer ring, counter-clockwise, then the holes,
-            clockwise. It may be iterated several times, and may read a scratch file.
+            clockwise. It can be iterated several times, and may read a scratch file.
         counts: number of rings, and number of corners of all rings.
     """
 
@@ -62,14 +62,16 @@ def features(
     least: int = 1,
     folder: Path | None = None,
 ) -> Iterator[Feature]:
-    """Yield the objects of a label map as polygons.
+    """Yield the objects of a label map as polygons with attributes.
+
+    An object is a set of connected pixels of one label.
 
     Args:
         strips: a function that returns the strips of labels (rows, width), from top to bottom. It
             is called twice.
         size: (height, width) of the map.
         names: a function from a label to the name of its class.
-        world: the coordinates on earth of the map's pixels.
+        world: the georeference of the map.
         skipped: labels whose pixels belong to no object.
         least: objects of fewer pixels are left out; the other objects keep their numbers.
         folder: the folder of scratch files; None for the system's folder for temporary files.
@@ -98,7 +100,13 @@ def features(
 def _in_memory(
     rings: Rings, chosen: np.ndarray, world: World
 ) -> Iterator[tuple[list[Ring], tuple[int, int]]]:
-    """Yield the rings of each chosen object, their number, and the number of their corners."""
+    """Yield for each chosen object its rings, their number, and the number of their corners.
+
+    Args:
+        rings: the rings of several objects, with corners in columns and rows.
+        chosen: (chosen objects,) indices of the objects, as in ``rings.ids``.
+        world: the georeference of the map, in whose coordinates the rings are returned.
+    """
     points = np.stack(world.xy(rings.x, rings.y), 1)
     begins, ends = (np.searchsorted(rings.ids, chosen, side) for side in ("left", "right"))
     for begin, end in zip(begins, ends):
@@ -112,14 +120,20 @@ def _in_memory(
 def _in_scratch(
     rings: StoredRings, chosen: np.ndarray, world: World
 ) -> Iterator[tuple[_StoredPolygon, tuple[int, int]]]:
-    """Yield the rings of an object, if it is chosen, their number, and the number of corners."""
+    """Yield the rings of an object, their number, and the number of their corners.
+
+    Args:
+        rings: the rings of the object in a scratch file, with corners in columns and rows.
+        chosen: an array with one entry; empty if the object is left out, so nothing is yielded.
+        world: the georeference of the map, in whose coordinates the rings are returned.
+    """
     if len(chosen):
         yield _StoredPolygon(rings, world), (rings.rings, rings.corners + rings.rings)
 
 
 @dataclass(frozen=True)
 class _StoredPolygon:
-    """Rings of an object in a scratch file, as an iterable."""
+    """Iterable of the rings of one object, which are read from a scratch file."""
 
     rings: StoredRings
     world: World
@@ -131,7 +145,7 @@ class _StoredPolygon:
 
 @dataclass(frozen=True)
 class _StoredPoints:
-    """Corners of a ring in a scratch file, as an iterable of arrays (corners, 2) of x and y."""
+    """Iterable of the corners of a ring in a scratch file: arrays (corners, 2) of x and y."""
 
     corners: StoredCorners
     world: World

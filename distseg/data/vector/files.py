@@ -26,7 +26,9 @@ EDGE = 256  # pixels along each side of a TIFF tile
 
 @dataclass(frozen=True)
 class LabelMap:
-    """Label map whose objects are written.
+    """Label map (height, width) that is read in rows, and what is needed to write its objects.
+
+    An object is a set of connected pixels of one label.
 
     Attributes:
         size: (height, width).
@@ -37,7 +39,7 @@ class LabelMap:
         skipped: labels whose pixels belong to no object, such as the label for no data.
         place: georeference of the map; None without one.
         least: objects of fewer pixels get no polygon.
-        block_rows: rows of a tile or chunk of the file, which is decoded as a whole.
+        block_rows: number of rows of a tile or chunk of the file, which is decoded as a whole.
         chosen: labels whose pixels belong to objects; None for all labels.
     """
 
@@ -52,11 +54,11 @@ class LabelMap:
 
     @property
     def outside(self) -> tuple[int, ...]:
-        """Labels in the strips whose pixels belong to no object."""
+        """Labels that occur in :meth:`strips` and whose pixels belong to no object."""
         return (*self.skipped, _NO_OBJECT)
 
     def strips(self) -> Iterator[np.ndarray]:
-        """Yield the labels from top to bottom, a few rows at a time.
+        """Yield the labels in strips of a few rows, (rows, width), from top to bottom.
 
         Each call yields strips of the same heights. The file is read in bands of whole tiles, so
         that each tile is decoded once. Only if a row of tiles has more than 32 million pixels, a
@@ -71,7 +73,7 @@ class LabelMap:
                 yield self._strip(labels[part], None if inside is None else inside[part])
 
     def _band_rows(self) -> int:
-        """Return the number of rows to read at a time: rows of tiles, unless these are large."""
+        """Return how many rows to read at a time: whole tiles, unless these are too large."""
         width, block = self.size[1], self.block_rows
         least = max(1, _READ // width)
         if block * width > _MOST_READ:
@@ -83,7 +85,8 @@ class LabelMap:
 
         Args:
             labels: the labels as they are stored, (rows, width).
-            inside: (rows, width) bool, False for pixels that belong to no object; None for none.
+            inside: (rows, width) bool, False for pixels that belong to no object; None if all
+                pixels may belong to one.
         """
         if self.chosen is not None:
             wanted = np.isin(labels, np.asarray(self.chosen))
@@ -92,12 +95,12 @@ class LabelMap:
 
 
 def check_polygons(place: Georeference | None, form: str, name: str) -> None:
-    """Raise an error if polygons of a map cannot be written in the format ``form``.
+    """Raise an error if polygons of a class map cannot be written in the format ``form``.
 
     Args:
-        place: the georeference of the map; None without one.
-        form: gpkg or geojson.
-        name: the map's name, for messages.
+        place: the georeference of the class map; None without one.
+        form: ``gpkg`` or ``geojson``.
+        name: the name of the class map, for messages.
 
     Raises:
         ValueError: the georeference has no affine transform, its CRS cannot be read, it has no CRS
@@ -109,10 +112,10 @@ def check_polygons(place: Georeference | None, form: str, name: str) -> None:
 
 
 def _world(place: Georeference | None, form: str, name: str) -> World:
-    """Return the coordinates in which the polygons of a class map are written.
+    """Return the georeference in whose coordinates the polygons of a class map are written.
 
-    GeoJSON files of microscope images have pixel coordinates, because programs for slides such as
-    QuPath expect them. All other files have the coordinates of the georeference.
+    In a GeoJSON file of a microscope image, coordinates are columns and rows of pixels, as QuPath
+    and similar programs expect. In all other files, they are those of the georeference ``place``.
     """
     pixels = form == "geojson" and place is not None and place.of_voxels
     return world_of(None if pixels else place, name)
@@ -122,9 +125,9 @@ def write_polygons(path: Path, labels: LabelMap, form: str, identity: str) -> in
     """Write the objects of a label map as polygons; return the number of objects written.
 
     Args:
-        path: an empty file.
-        labels: the map.
-        form: gpkg or geojson.
+        path: an empty file, which is overwritten.
+        labels: the label map.
+        form: ``gpkg`` or ``geojson``.
         identity: a text to store in the file, which tells later runs what the file was made from.
     """
     world = _world(labels.place, form, path.name)
@@ -136,18 +139,18 @@ def write_polygons(path: Path, labels: LabelMap, form: str, identity: str) -> in
 
 
 def write_numbers(path: Path, labels: LabelMap, about: str) -> int:
-    """Write the number of each pixel's object as a tiled uint32 TIFF, 0 outside all objects.
+    """Write a TIFF in which each pixel has the number of its object; return how many there are.
 
-    Files of polygons (GeoPackage, GeoJSON) have the same numbers, in the attribute ``object``.
-    Return how many objects there are.
+    The TIFF is tiled, uint32, and 0 outside all objects. Files of polygons (GeoPackage, GeoJSON)
+    have the same numbers in the attribute ``object``.
 
     Args:
-        path: an empty file.
-        labels: the map.
+        path: an empty file, which is overwritten.
+        labels: the label map.
         about: the text of the file's description.
 
     Raises:
-        ValueError: there are more objects than uint32 can number.
+        ValueError: uint32 cannot hold the number of the last object.
     """
     import tifffile
 

@@ -23,14 +23,14 @@ _HEAD = 4096  # bytes that are searched for the identity
 
 
 def check_geojson(world: World, name: str) -> None:
-    """Raise an error if a map's objects cannot be written in longitude and latitude.
+    """Raise an error if the objects of a class map cannot be written in longitude and latitude.
 
     Args:
-        world: the coordinates of the map's pixels.
-        name: the map's name, for the message.
+        world: the georeference of the class map.
+        name: the name of the class map, for the message.
 
     Raises:
-        ValueError: the map has a transform, but no CRS.
+        ValueError: the class map has an affine transform, but no CRS.
     """
     if world.placed and world.crs is None:
         raise ValueError(
@@ -41,14 +41,15 @@ def check_geojson(world: World, name: str) -> None:
 
 
 def write_geojson(path: Path, features: Iterable[Feature], world: World, identity: str) -> int:
-    """Write objects as a feature collection, one object per line; return the number of objects.
+    """Write objects as a GeoJSON feature collection, and return the number of objects.
 
-    Without a CRS, the coordinates of a corner are its column and row instead of degrees.
+    Each object is one line of the file. Corners are in degrees or, if ``world`` has no CRS, in
+    columns and rows.
 
     Args:
         path: the file.
-        features: the objects.
-        world: the coordinates of the map's pixels.
+        features: the objects of a class map.
+        world: the georeference of the class map.
         identity: a text to store in the file, which :func:`identity_in_geojson` reads.
     """
     head = {"type": "FeatureCollection", "name": "objects", "distseg_identity": identity}
@@ -84,9 +85,9 @@ def identity_in_geojson(path: Path) -> str | None:
 def _geometries(
     features: Iterable[Feature], world: World
 ) -> Iterator[tuple[Feature, Iterable[str]]]:
-    """Yield each object and the parts of its geometry's text.
+    """Yield each object, and the text of its geometry in GeoJSON as an iterable of parts.
 
-    The geometry is in degrees, or in pixels without a CRS.
+    Corners are in degrees or, if ``world`` has no CRS, in columns and rows.
     """
     if world.crs is None:
         for found in features:
@@ -120,7 +121,7 @@ def _batches(features: Iterable[Feature]) -> Iterator[list[Feature]]:
 def _in_degrees(
     batch: list[Feature], world: World, warp: ModuleType
 ) -> Iterator[tuple[Feature, Iterable[str]]]:
-    """Yield each object of a batch and the parts of its geometry's text, in degrees."""
+    """Yield each object of a batch, and the text of its geometry in degrees, in parts."""
     rings = [[np.concatenate([*ring.parts]) for ring in found.rings] for found in batch]
     every = [ring for own in rings for ring in own]
     degrees = _degrees(np.concatenate(every), world, warp)
@@ -143,9 +144,10 @@ def _in_degrees(
 def _large_in_degrees(
     found: Feature, world: World, warp: ModuleType
 ) -> Iterator[tuple[Feature, Iterable[str]]]:
-    """Yield an object and the parts of its geometry's text, in degrees.
+    """Yield one large object, and the text of its geometry in degrees, in parts.
 
-    A part of the object is in memory, but all of it if it crosses the antimeridian.
+    Only some corners are in memory at a time, but all of them if the object crosses the
+    antimeridian.
     """
 
     def degrees(ring: Ring) -> Iterator[np.ndarray]:
@@ -162,16 +164,20 @@ def _large_in_degrees(
 
 
 def _degrees(corners: np.ndarray, world: World, warp: ModuleType) -> np.ndarray:
-    """Return longitude and latitude of corners (corners, 2) in degrees, of the same shape."""
+    """Return the longitude and latitude of corners in degrees, (corners, 2).
+
+    ``corners`` (corners, 2) holds columns and rows.
+    """
     x, y = corners.T
     return np.stack(warp.transform(world.crs, "EPSG:4326", x, y), 1)
 
 
 class _Span:
-    """Longitudes of a ring.
+    """Range of the longitudes of a polygon's ring, and whether it crosses the antimeridian.
 
     Args:
-        parts: the ring, some corners at a time, (corners, 2) longitude and latitude in degrees.
+        parts: the corners of the ring in parts, each (corners, 2) longitude and latitude in
+            degrees.
 
     Attributes:
         crosses: True if an edge is longer than 180 degrees, because it crosses the antimeridian.
@@ -191,7 +197,9 @@ class _Span:
         self.crosses = longest > _HALF_CIRCLE
 
     def shift(self, found: Feature) -> np.ndarray:
-        """Return what must be added to longitude and latitude so that longitudes end at 180, (2,).
+        """Return what to add to the ring's corners so that no longitude exceeds 180 degrees, (2,).
+
+        The result holds a longitude and a latitude.
 
         Args:
             found: the ring's object, for the message.
@@ -211,15 +219,15 @@ class _Span:
 
 
 def _turned(geometry: dict, found: Feature) -> dict:
-    """Return a (multi-)polygon with outer rings counter-clockwise and holes clockwise.
+    """Return a polygon or multi-polygon with outer rings counter-clockwise and holes clockwise.
 
     Args:
         geometry: the GeoJSON geometry, which GDAL should have cut at the antimeridian.
         found: the object, for the message.
 
     Raises:
-        ValueError: GDAL has not cut the polygon. This happens if its edges across the antimeridian
-            are long, as near a pole.
+        ValueError: GDAL has not cut the polygon. This happens if edges that cross the antimeridian
+            are long, for example near a pole.
     """
     many = geometry["type"] == "MultiPolygon"
     polygons = geometry["coordinates"] if many else [geometry["coordinates"]]
@@ -236,9 +244,9 @@ def _turned(geometry: dict, found: Feature) -> dict:
 
 
 def _wound(ring: list, sign: int) -> list:
-    """Return a ring without repeated corners, in the direction that ``sign`` says.
+    """Return a closed ring in the given direction, without corners that repeat the one before.
 
-    ``sign`` is 1 for counter-clockwise and -1 for clockwise. The ring is closed.
+    ``sign`` is 1 for counter-clockwise and -1 for clockwise.
     """
     corners = [tuple(a) for a, b in zip(ring, ring[1:]) if tuple(a) != tuple(b)]
     corners.append(corners[0])
@@ -252,8 +260,8 @@ def _polygon_text(
     """Yield the text of a polygon in GeoJSON, in parts.
 
     Args:
-        rings: the closed rings, each some corners at a time, (corners, 2).
-        numbers: a function from such corners to the numbers that are written.
+        rings: the closed rings; each is an iterable of arrays (corners, 2).
+        numbers: a function from such an array to the coordinates that are written.
     """
     yield '{"type": "Polygon", "coordinates": '
     begin = "[["

@@ -64,7 +64,7 @@ def write_geopackage(path: Path, features: Iterable[Feature], world: World, iden
     Args:
         path: an empty file.
         features: the objects.
-        world: coordinates of the pixels; the layer gets their CRS.
+        world: the georeference of the class map; the layer gets its CRS.
         identity: a text to store in the file, which :func:`identity_in_geopackage` reads.
     """
     with _disk_errors(), closing(sqlite3.connect(path, isolation_level=None)) as file:
@@ -93,7 +93,7 @@ def write_geopackage(path: Path, features: Iterable[Feature], world: World, iden
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """Convert SQLite's errors of a full disk to an OSError with ENOSPC, as file systems raise."""
+    """Convert SQLite's errors of a full disk, in a ``with`` block, to an OSError with ENOSPC."""
     try:
         yield
     except sqlite3.OperationalError as e:
@@ -135,9 +135,10 @@ def _crs_of(file: sqlite3.Connection, world: World) -> int:
 def _insert(
     file: sqlite3.Connection, features: Iterable[Feature], crs: int
 ) -> tuple[int, tuple[float | None, ...]]:
-    """Insert the objects; return their number, and (min x, min y, max x, max y) over all.
+    """Insert objects into a GeoPackage; return their number and their extent.
 
-    The four bounds are None if there are no objects.
+    The extent is (smallest x, smallest y, largest x, largest y), or four times None if there are
+    no objects.
 
     Args:
         file: the GeoPackage.
@@ -156,7 +157,7 @@ def _insert(
 
 
 class _Rows:
-    """Rows of the layer, which are inserted some at a time.
+    """Writer of the rows of a GeoPackage's layer, one row per object, inserted in batches.
 
     Args:
         file: the GeoPackage.
@@ -168,7 +169,7 @@ class _Rows:
         self._bytes = 0  # bytes of the geometries of the rows
 
     def add(self, found: Feature, header: bytes) -> None:
-        """Add an object, whose geometry begins with ``header``.
+        """Add the row of an object, whose geometry begins with ``header``.
 
         A large geometry is written in parts, so that it need not fit into memory. Python 3.10
         cannot do this and holds it as a whole.
@@ -198,7 +199,7 @@ class _Rows:
             self.flush()
 
     def flush(self) -> None:
-        """Insert the rows that were added."""
+        """Insert all rows that were added but not yet inserted."""
         self._file.executemany(_INSERT.format("?"), self._rows)
         self._rows.clear()
         self._bytes = 0
@@ -211,7 +212,7 @@ def _bounds(ring: Ring) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _header(crs: int, low: np.ndarray, high: np.ndarray) -> bytes:
-    """Return the header of a geometry: little-endian, with an envelope of x and y.
+    """Return the header of a geometry in a GeoPackage: little-endian, with its extent.
 
     Args:
         crs: the srs_id of the layer.

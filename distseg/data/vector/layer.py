@@ -31,12 +31,14 @@ _MOST = np.iinfo(np.int32).max  # largest value that a polygon can give to its p
 
 @dataclass(frozen=True)
 class ValueRule:
-    """Rule that gives each polygon the value of its pixels. Other pixels have the value 0.
+    """Rule for the value, usually a class number, that a polygon writes into its pixels.
+
+    Pixels outside of all polygons have the value 0.
 
     Attributes:
-        attribute: the name of the attribute that tells a feature's class. The attribute's value is
-            a name in ``labels``, or a number, which is then the value of the pixels. None gives
-            every polygon the value 1.
+        attribute: the name of the attribute that holds a feature's class. It holds a name of
+            ``labels``, which stands for a value, or a number, which is the value itself. None
+            gives every polygon the value 1.
         labels: pairs (name, value). A name may have the digits of a number, such as ``12``.
         numbered: True to give the polygons of each feature their own number: 1, 2 and so on.
     """
@@ -54,7 +56,7 @@ class Layer:
         path: the file.
         polygons: the polygons, in the coordinates of ``crs``.
         crs: rasterio's CRS of the corners; None if the file names none.
-        notes: phrases for messages that begin with the file's name.
+        notes: warnings about the file; each is the rest of a sentence that begins with its name.
     """
 
     path: Path
@@ -64,17 +66,17 @@ class Layer:
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """The smallest x and y and the largest x and y of all polygons."""
+        """The smallest x, smallest y, largest x and largest y of all polygons, in this order."""
         low, high = self.polygons.bounds[:, :2].min(0), self.polygons.bounds[:, 2:].max(0)
         return tuple(float(n) for n in (*low, *high))
 
 
 def read_layer(path: Path, rule: ValueRule) -> Layer:
-    """Return the polygons of a vector file; those of the last file are cached for the next call.
+    """Return the polygons of a vector file. The polygons of the last file read are cached.
 
     Args:
         path: the file.
-        rule: the rule for the value of each polygon.
+        rule: the rule that gives each polygon its value, such as a class number.
 
     Raises:
         ValueError: a package is missing, the file cannot be read, it holds other geometries than
@@ -86,10 +88,10 @@ def read_layer(path: Path, rule: ValueRule) -> Layer:
 
 @lru_cache(maxsize=1)
 def _read(path: Path, rule: ValueRule, size: int, changed: int) -> Layer:
-    """Return the polygons of a file (:func:`read_layer`).
+    """Return the polygons of a vector file for :func:`read_layer`, from the cache if possible.
 
-    The result is cached. ``size`` and ``changed``, the file's size and time of change, are part of
-    the key of the cache, so a file that replaces another under the same name is read.
+    ``size`` in bytes and ``changed``, the time of change, are part of the cache's key. So a file
+    that replaces another under the same name is read again.
     """
     pyogrio, shapely = imported_packages(path)
     _check_format(path)
@@ -126,14 +128,15 @@ def layer_of(
     column: np.ndarray | None,
     crs: Any,
 ) -> Layer:
-    """Return the polygons of features.
+    """Return the features of a vector file as polygons with values.
 
     Args:
         path: the file.
-        rule: the rule for the value of each polygon.
+        rule: the rule that gives each polygon its value, such as a class number.
         shapes: shapely's geometries, (features,).
-        numbers: the number of each feature.
-        column: the attribute of each feature; None if the rule has none.
+        numbers: the number of each feature in the file, (features,).
+        column: the value of the rule's attribute for each feature, (features,); None if the rule
+            has no attribute.
         crs: rasterio's CRS of the corners; None without one.
 
     Raises:
@@ -152,10 +155,12 @@ def layer_of(
 
 
 def imported_packages(path: Path) -> tuple[Any, Any]:
-    """Return the modules pyogrio and shapely, which are optional packages; check rasterio too.
+    """Return the modules pyogrio and shapely, and check that rasterio is installed too.
+
+    All three are optional packages.
 
     Args:
-        path: the file that needs them, for the message.
+        path: the vector file that needs them, for the message.
 
     Raises:
         ValueError: one of the three is not installed; the message names the line that installs it.
@@ -165,7 +170,7 @@ def imported_packages(path: Path) -> tuple[Any, Any]:
 
 
 def is_vector(path: Path) -> bool:
-    """Return True if the ending of a file is one of a vector file, ``.json`` included."""
+    """Return True if the file has the ending of a vector file, such as ``.shp`` or ``.json``."""
     return path.suffix.lower() in (*VECTOR_SUFFIXES, ".json")
 
 
@@ -190,7 +195,7 @@ def _check_format(path: Path) -> None:
 
 
 def _layer_name(path: Path, pyogrio: Any) -> str:
-    """Return the name of the only layer with geometries.
+    """Return the name of the only layer with geometries in a vector file.
 
     Raises:
         ValueError: the file has several such layers, or none.
@@ -206,7 +211,12 @@ def _layer_name(path: Path, pyogrio: Any) -> str:
 
 
 def check_attribute(path: Path, rule: ValueRule, fields: Sequence[str]) -> None:
-    """Refuse a rule that does not fit the attributes of the file.
+    """Refuse a rule for values that does not fit the attributes of a vector file.
+
+    Args:
+        path: the file, for the message.
+        rule: the rule.
+        fields: the names of the attributes in the file.
 
     Raises:
         ValueError: the rule's attribute does not exist, or there are several classes of polygons
@@ -231,12 +241,12 @@ def _check_kinds(path: Path, shapes: np.ndarray, kinds: np.ndarray, numbers: np.
 
     Args:
         path: the file, for the message.
-        shapes: shapely's geometries.
-        kinds: the number of each geometry's type.
-        numbers: the number of each feature.
+        shapes: shapely's geometries, (features,).
+        kinds: shapely's type number of each geometry, (features,).
+        numbers: the number of each feature in the file, (features,).
 
     Raises:
-        ValueError: there is such a geometry; the message names the first one.
+        ValueError: a geometry is no polygon; the message names the first such feature.
     """
     others = ~np.isin(kinds, (_POLYGON, _MULTIPOLYGON))
     if others.any():
@@ -250,11 +260,13 @@ def _check_kinds(path: Path, shapes: np.ndarray, kinds: np.ndarray, numbers: np.
 
 
 def _notes(shapes: np.ndarray, numbers: np.ndarray, skipped: int, shapely: Any) -> tuple[str, ...]:
-    """Return notes on features without geometry, and with polygons that are not valid or overlap.
+    """Return warnings about features without geometry and about invalid or overlapping polygons.
+
+    Each is the rest of a sentence that begins with the file's name.
 
     Args:
-        shapes: shapely's geometries.
-        numbers: the number of each feature.
+        shapes: shapely's geometries, (features,).
+        numbers: the number of each feature in the file, (features,).
         skipped: number of features without geometry.
         shapely: the module.
     """
@@ -280,12 +292,12 @@ def _notes(shapes: np.ndarray, numbers: np.ndarray, skipped: int, shapely: Any) 
 
 
 def _listed(shapes: np.ndarray, numbers: np.ndarray, wrong: np.ndarray, shapely: Any) -> str:
-    """Return a text that lists the first wrong features with their faults, and counts the others.
+    """Return a text that names the first invalid features with their faults, and counts the rest.
 
     Args:
-        shapes: shapely's geometries.
-        numbers: the number of each feature.
-        wrong: (features,) bool, True for the features to list.
+        shapes: shapely's geometries, (features,).
+        numbers: the number of each feature in the file, (features,).
+        wrong: (features,) bool, True for the invalid features.
         shapely: the module.
     """
     named = [
@@ -299,13 +311,14 @@ def _listed(shapes: np.ndarray, numbers: np.ndarray, wrong: np.ndarray, shapely:
 def _values(
     path: Path, rule: ValueRule, column: np.ndarray | None, numbers: np.ndarray
 ) -> np.ndarray:
-    """Return the value of each feature, (features,) int64.
+    """Return the value that each feature's polygons get, (features,) int64.
 
     Args:
         path: the file, for the message.
         rule: the rule for the values.
-        column: the features' attribute; None if the rule has none.
-        numbers: the number of each feature.
+        column: the value of the rule's attribute for each feature, (features,); None if the rule
+            has no attribute.
+        numbers: the number of each feature in the file, (features,).
 
     Raises:
         ValueError: a feature has no class.
@@ -330,11 +343,12 @@ def _values(
 
 
 def _value(given: Any, labels: dict[str, int]) -> int | None:
-    """Return the value that an attribute stands for; None if it stands for no class.
+    """Return the class number that an attribute of a feature stands for; None if it is invalid.
 
     Args:
-        given: a text, a number or None, as the file holds it.
-        labels: the value of each name. A whole number without a name is a value itself.
+        given: the attribute as the file holds it: a text, a number or None. A whole number that is
+            no name in ``labels`` is itself the result.
+        labels: the class number of each name.
     """
     if isinstance(given, str) and given in labels:
         return labels[given]
@@ -348,10 +362,10 @@ def _value(given: Any, labels: dict[str, int]) -> int | None:
 
 
 def _check_finite(path: Path, polygons: Polygons) -> None:
-    """Refuse corners whose coordinates are no finite numbers, or too large to be drawn.
+    """Refuse polygons with coordinates that are not finite, or too large to be drawn.
 
     Raises:
-        ValueError: there is such a corner; the message names the first feature with one.
+        ValueError: a coordinate is refused; the message names the first feature with one.
     """
     endless = ~(np.abs(polygons.corners) <= _FARTHEST).all(1)
     if endless.any():

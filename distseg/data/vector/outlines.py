@@ -24,7 +24,9 @@ _MANY = 1 << 14  # corners of a ring that are returned at a time
 
 @dataclass
 class _Chains:
-    """Chains of edges, in parallel arrays.
+    """Chains of edges: parts of the outlines of objects, in parallel arrays.
+
+    The corners of a chain are in a scratch file, in pieces.
 
     Attributes:
         start: (chains,) corner where the first edge begins, y * (width + 1) + x.
@@ -49,13 +51,13 @@ class _Chains:
 
     @classmethod
     def of(cls, edges: Edges) -> _Chains:
-        """Return one chain for each edge."""
+        """Return chains of one edge each, one for each of ``edges``."""
         none = np.full(len(edges), _END, np.int64)
         no_corners = np.zeros(len(edges), np.int64)
         return cls(edges.start, edges.stop, edges.way, edges.way, edges.ids, none, none, no_corners)
 
     def and_also(self, other: _Chains) -> _Chains:
-        """Return these chains and those of ``other``."""
+        """Return the chains of ``self``, followed by the chains of ``other``."""
         return _Chains(
             *(
                 np.concatenate([getattr(part, f.name) for part in (self, other)])
@@ -72,11 +74,12 @@ class StoredRings:
     """Closed rings of one object in a scratch file, the outer ring first.
 
     Iterating yields, for each ring, its number of different corners, and its corners as an iterable
-    (:class:`StoredCorners`). They are in the order of :func:`distseg.data.vector.rings.linked`.
+    (:class:`StoredCorners`). Rings and corners have the order that
+    :func:`distseg.data.vector.rings.linked` gives them.
 
     Args:
         file: the scratch file.
-        last: position of the outer ring, which was closed last.
+        last: position in the file of the outer ring, which was closed last.
         width: number of columns of the map.
         rings: number of rings.
         corners: number of corners of all rings.
@@ -96,12 +99,12 @@ class StoredRings:
 class StoredCorners:
     """Corners of a closed ring in a scratch file.
 
-    Iterating yields columns and rows (x, y) of some corners at a time, each (corners,) int64. The
-    first corner is also the last one.
+    Iterating yields the columns x and the rows y of some corners at a time, each (corners,) int64.
+    The first corner of the ring is repeated at the end.
 
     Args:
         file: the scratch file.
-        head: position of the ring's first piece.
+        head: position in the file of the ring's first piece.
         width: number of columns of the map.
     """
 
@@ -127,12 +130,12 @@ class StoredCorners:
 
 
 class Outlines:
-    """Outlines of the objects that continue in the rows that follow.
+    """Outlines of the objects of a label map that are not complete, because more rows follow.
 
-    The scratch file holds two kinds of records. A piece is the position of the next piece of its
-    chain, the number of its corners, and the corners. A ring is the position of the ring of its
-    object that was closed before it, the position of its first piece, and the number of its
-    corners.
+    The corners of the outlines are in a scratch file, which holds two kinds of records. A piece is
+    the position of the next piece of its chain, the number of its corners, and the corners. A ring
+    is the position of the ring of its object that was closed before it, the position of its first
+    piece, and the number of its corners.
 
     Args:
         width: number of columns of the map.
@@ -152,8 +155,8 @@ class Outlines:
         """Add edges to the outlines of their objects; begin an outline for each new object.
 
         Args:
-            edges: all edges of these objects in the first ``rows`` rows that were not added
-                before.
+            edges: edges of these objects. Together with earlier calls, these must be all edges
+                in the first ``rows`` rows.
             rows: number of rows of the map that were read.
         """
         chains = self._open.and_also(_Chains.of(edges))
@@ -171,7 +174,7 @@ class Outlines:
         self._add_rings(longer.take(closed))
 
     def rings_of(self, number: int) -> StoredRings:
-        """Return the rings of an object without pixels in the last row that was read."""
+        """Return the rings of a complete object: one that has no pixel in the last row read."""
         at = np.searchsorted(self._ids, number)
         return StoredRings(
             self._file,
@@ -182,13 +185,13 @@ class Outlines:
         )
 
     def keep(self, numbers: np.ndarray) -> None:
-        """Drop the rings of all objects except ``numbers``."""
+        """Drop the rings of all objects except those with these ``numbers``."""
         kept = np.isin(self._ids, numbers)
         self._ids, self._last = self._ids[kept], self._last[kept]
         self._rings, self._corners = self._rings[kept], self._corners[kept]
 
     def _stored(self, chains: _Chains, begins: np.ndarray, line: int) -> _Chains:
-        """Join chains to longer ones, and write the corners between them to the scratch file.
+        """Join chains to longer chains, write the corners between them to the file, return them.
 
         Args:
             chains: the chains, in the order in which they follow each other.
@@ -245,8 +248,8 @@ class Outlines:
         """Write closed rings to the scratch file.
 
         Args:
-            rings: the rings, sorted by object. The rings of one object are sorted by their last
-                corner in reading order, the last one first.
+            rings: the rings, as chains sorted by object. The rings of one object are sorted by
+                their last corner in reading order, in descending order.
         """
         ids = np.union1d(self._ids, np.concatenate([rings.ids, self._open.ids]))
         known = np.searchsorted(ids, self._ids)

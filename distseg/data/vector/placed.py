@@ -26,7 +26,7 @@ _MARGIN = 0.05  # share by which this extent is enlarged, as edges are curves be
 
 @dataclass(frozen=True)
 class ImageGrid:
-    """Pixels of an image, and where these lie on earth.
+    """Size and georeference of an image, by which polygons are placed on its pixels.
 
     Attributes:
         path: the image file, for messages.
@@ -40,7 +40,7 @@ class ImageGrid:
 
     @cached_property
     def world(self) -> World:
-        """Coordinates of the pixels.
+        """Georeference of the image as an affine transform and a CRS.
 
         Raises:
             ValueError: the image has no georeference or no affine transform.
@@ -54,14 +54,18 @@ class ImageGrid:
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """The smallest x and y and the largest x and y of the image in its own CRS."""
+        """The smallest x, smallest y, largest x and largest y of the image in its own CRS."""
         height, width = self.size
         x, y = self.world.xy(np.array([0, width, 0, width]), np.array([0, 0, height, height]))
         return float(x.min()), float(y.min()), float(x.max()), float(y.max())
 
 
 def on_pixels(layer: Layer, grid: ImageGrid) -> Polygons:
-    """Return the polygons that may overlap an image, in columns and rows of the image.
+    """Return the polygons of a file that may overlap an image, in columns and rows of the image.
+
+    Args:
+        layer: the polygons of the file.
+        grid: the size and the georeference of the image.
 
     Raises:
         ValueError: only one of the file and the image has a CRS, or a polygon near the image cannot
@@ -84,10 +88,10 @@ def on_pixels(layer: Layer, grid: ImageGrid) -> Polygons:
 
 
 def inside(polygons: Polygons, size: tuple[int, ...]) -> Polygons:
-    """Return the polygons, in columns and rows, whose bounding box overlaps an image.
+    """Return the polygons whose bounding box overlaps an image.
 
     Args:
-        polygons: the polygons.
+        polygons: the polygons, in columns and rows of the image.
         size: (height, width) of the image.
     """
     height, width = size
@@ -96,7 +100,7 @@ def inside(polygons: Polygons, size: tuple[int, ...]) -> Polygons:
 
 
 def extents(layer: Layer, grid: ImageGrid) -> str:
-    """Return the extents of the polygons and of an image in words, each with its CRS."""
+    """Return a text with the extent of all polygons and of an image, each with its CRS."""
     if not len(layer.polygons):
         return f"{layer.path} has no polygon at all"
     ours, theirs = grid.world.crs, layer.crs
@@ -110,11 +114,11 @@ def extents(layer: Layer, grid: ImageGrid) -> str:
 
 
 def _extent(grid: ImageGrid, crs: Any) -> tuple[float, ...] | None:
-    """Return the smallest x and y and largest x and y of an image in another CRS.
+    """Return the extent of an image in another CRS: smallest x and y, largest x and y.
 
     The extent is enlarged by a small margin, because only some points of the edges are reprojected.
-    In degrees, the smallest x is above the largest if the image crosses the antimeridian. The
-    result is None if the image is too large for the CRS.
+    If the image crosses the antimeridian and ``crs`` is in degrees, the first x is the larger one.
+    The result is None if the image is too large for the CRS.
     """
     found = grid.bounds
     if grid.world.crs != crs:
@@ -154,7 +158,7 @@ def _reprojected(path: Path, polygons: Polygons, source: Any, target: Any) -> np
     """Return the corners of polygons in another CRS, (corners, 2) float64.
 
     Raises:
-        ValueError: a polygon has no place in the other CRS; the message names its feature.
+        ValueError: the other CRS cannot represent a polygon; the message names its feature.
     """
     found = _transformed(polygons.corners, source, target)
     if found is not None:
@@ -171,7 +175,7 @@ def _reprojected(path: Path, polygons: Polygons, source: Any, target: Any) -> np
 
 
 def _transformed(corners: np.ndarray, source: Any, target: Any) -> np.ndarray | None:
-    """Return corners in another CRS, (corners, 2); None if it cannot represent a corner."""
+    """Return corners in another CRS, (corners, 2); None if it cannot represent all of them."""
     rasterio = optional("reprojecting polygons", "rasterio", "errors", "warp")
     try:
         found = rasterio.warp.transform(source, target, corners[:, 0], corners[:, 1])
@@ -184,7 +188,7 @@ def _transformed(corners: np.ndarray, source: Any, target: Any) -> np.ndarray | 
 def _errors(rasterio: Any) -> tuple[type[Exception], ...]:
     """Return the classes of the errors that a reprojection by rasterio may raise.
 
-    The second class is that of GDAL's errors, of which rasterio converts only some.
+    Rasterio converts only some of GDAL's errors, so their class, the second one, is needed too.
     """
     return rasterio.errors.RasterioError, rasterio._err.CPLE_BaseError
 
@@ -210,7 +214,7 @@ def _columns_and_rows(corners: np.ndarray, transform: tuple[float, ...]) -> np.n
 
 
 def _crs_name(crs: Any) -> str:
-    """Return the EPSG code of a CRS in words, or its name if it has no code."""
+    """Return the EPSG code of a CRS as a text, such as ``EPSG:4326``, or the name of the CRS."""
     if crs is None:
         return "no CRS"
     code = crs.to_epsg()

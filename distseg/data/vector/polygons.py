@@ -22,14 +22,14 @@ _MOST_STRIPS = 256  # strips after which complete objects are searched, however 
 
 @dataclass
 class Sums:
-    """Objects of a label map with their numbers of pixels, sorted by their numbers.
+    """Table of objects of a label map: label, number of pixels and area of each object.
 
     Attributes:
-        numbers: (objects,) number of each object.
-        labels: (objects,) label.
-        pixels: (objects,) number of pixels.
-        areas: (objects,) sum of the areas of the pixels, in the unit of ``row_areas`` of
-            :func:`trace`.
+        numbers: (objects,) the number that identifies each object.
+        labels: (objects,) the label of each object.
+        pixels: (objects,) the number of pixels of each object.
+        areas: (objects,) the sum of the areas of each object's pixels, in the unit of ``row_areas``
+            of :func:`trace`.
     """
 
     numbers: np.ndarray
@@ -48,10 +48,10 @@ class Sums:
 
     @classmethod
     def of_strip(cls, strip: NumberedStrip, row_areas: np.ndarray) -> Sums:
-        """Return the sums of a strip; an object may occur several times.
+        """Return the table of the objects in a strip; an object may have several rows.
 
         Args:
-            strip: the strip.
+            strip: the strip of the label map, with the numbers of its objects.
             row_areas: the area of a pixel in each row, (rows,).
         """
         inside = strip.ids != NONE
@@ -64,7 +64,7 @@ class Sums:
 
     @classmethod
     def added(cls, parts: list[Sums]) -> Sums:
-        """Return the sums over all ``parts``, with one entry for each object."""
+        """Return one table in which each object has the sum of its rows in all ``parts``."""
         numbers = np.concatenate([part.numbers for part in parts])
         numbers, first, of = np.unique(numbers, return_index=True, return_inverse=True)
         labels = np.concatenate([part.labels for part in parts])[first]
@@ -76,12 +76,12 @@ class Sums:
 
 @dataclass
 class Objects:
-    """Some complete objects of a label map.
+    """Objects of a label map that are complete, with their sums and their outlines.
 
     Attributes:
-        sums: the objects, sorted by their numbers.
-        rings: the rings of the objects. If they are in memory, ``rings.ids`` are indices into the
-            arrays of ``sums``. If they are in a scratch file, there is only one object.
+        sums: the objects' labels, numbers of pixels and areas.
+        rings: the rings around the objects. If they are in memory, ``rings.ids`` are indices into
+            the arrays of ``sums``. If they are in a scratch file, there is only one object.
     """
 
     sums: Sums
@@ -104,8 +104,8 @@ def trace(
     Args:
         strips: strips of the map, from top to bottom.
         width: number of columns of the map.
-        row_areas: (height,) the area of a pixel of each row; by default 1.
-        left: True for rings with the object on the left-hand side; by default on the right-hand
+        row_areas: (height,) the area of a pixel in each row; None for 1.
+        left: True for rings that have their object on the left-hand side, False for the right-hand
             side (:mod:`distseg.data.vector.rings`).
         fewest: number of edges to collect before a search for complete objects.
         folder: the folder of the scratch file; None for the system's folder for temporary files.
@@ -128,7 +128,7 @@ def trace(
 
 
 class _Tracer:
-    """Objects whose pixels and edges are being collected.
+    """Collector of the pixel counts and the edges of objects, until the objects are complete.
 
     Args:
         width: number of columns of the map.
@@ -151,24 +151,24 @@ class _Tracer:
         self.strips = self.edges = 0
 
     def add_sums(self, sums: Sums) -> None:
-        """Add the sums of a strip."""
+        """Add the table of the objects in a strip of the map."""
         self._sums.append(sums)
         self.strips += 1
 
     def add_edges(self, edges: Edges) -> None:
-        """Add the edges of some pixels; their ids are the numbers of the objects."""
+        """Add edges between pixels; ``edges.ids`` are the numbers of their objects."""
         self._waiting.append(edges.turned() if self._left else edges)
         self.edges += len(edges)
 
     def complete(self, rows: int, last: np.ndarray) -> Iterator[Objects]:
-        """Yield and forget the complete objects.
+        """Yield the complete objects, and drop them from this collector.
 
         An object is open if it has pixels in the last row that was read, because the next row may
         continue it. All other objects are complete.
 
         Args:
             rows: number of rows that were read.
-            last: the numbers of the objects of the last row's pixels; NONE outside all objects.
+            last: the object number at each pixel of the last row; NONE outside all objects.
         """
         sums, edges = Sums.added(self._sums), Edges.concatenated(self._waiting)
         self._waiting, self.strips, self.edges = [], 0, 0

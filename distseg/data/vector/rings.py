@@ -35,7 +35,7 @@ _BACK = np.array([LEFT, UP, RIGHT, DOWN], np.int8)  # the opposite of each direc
 
 @dataclass
 class Edges:
-    """Edges between pixels, in parallel arrays.
+    """Edges of objects: straight lines along sides of pixels, in parallel arrays.
 
     Attributes:
         start: (edges,) corner where an edge begins, y * (width + 1) + x.
@@ -71,11 +71,11 @@ class Edges:
 
 
 def horizontal(above: np.ndarray, below: np.ndarray, top: int) -> Edges:
-    """Return the edges between each row of pixels and the row under it, where the ids differ.
+    """Return the edges between each row of pixels and the row under it, where object ids differ.
 
     Args:
-        above: ids (rows, width) of the upper pixels; negative outside all objects.
-        below: ids (rows, width) of the pixels under these.
+        above: object ids (rows, width) of the upper pixels; negative outside all objects.
+        below: object ids (rows, width) of the pixels under these.
         top: row of the map in which the first row of ``below`` lies.
     """
     rows, width = above.shape
@@ -94,12 +94,12 @@ def horizontal(above: np.ndarray, below: np.ndarray, top: int) -> Edges:
 
 
 def vertical(ids: np.ndarray, top: int) -> Edges:
-    """Return the edges between columns of pixels, where the ids on both sides differ.
+    """Return the edges between columns of pixels, where the object ids on both sides differ.
 
     The left and right border of the map are included; outside the map there is no object.
 
     Args:
-        ids: ids (rows, width) of the pixels; negative outside all objects.
+        ids: object ids (rows, width) of the pixels; negative outside all objects.
         top: row of the map in which the first row of ``ids`` lies.
     """
     rows, width = ids.shape
@@ -148,7 +148,9 @@ def _both(low, high, along: np.ndarray, way: int, against: np.ndarray, back: int
 
 @dataclass
 class Rings:
-    """Closed rings of corners, sorted by object; the first ring of an object is the outer one.
+    """Closed rings of corners around objects, sorted by object.
+
+    The first ring of an object is its outer border, the others are the borders of its holes.
 
     Attributes:
         x: (corners,) column of each corner, ring after ring; the first corner is not repeated.
@@ -165,13 +167,13 @@ class Rings:
 
 
 def linked(edges: Edges, width: int, left: bool = False) -> Rings:
-    """Link all edges of some objects into rings. Only corners where a ring turns are kept.
+    """Link edges into closed rings around objects. Only corners where a ring turns are kept.
 
     A ring begins with its last corner in reading order. The rings of an object are sorted by this
     corner, the last one first, so the outer ring is the first one.
 
     Args:
-        edges: all edges of the objects.
+        edges: all edges of the objects, in any order.
         width: number of columns of the map.
         left: True if the edges have their objects on the left-hand side.
     """
@@ -190,9 +192,10 @@ def chained(
     left: bool = False,
     line: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Order chains of edges so that each one is followed by the one that goes on where it stops.
+    """Return an order of chains in which each is followed by the one that starts where it stops.
 
-    A chain is one edge, or several edges that were linked before.
+    A chain is one edge, or several edges that were linked before. Linked chains make a longer
+    chain.
 
     Args:
         starts: (chains,) corner where each chain starts, y * (width + 1) + x, and the direction of
@@ -205,7 +208,7 @@ def chained(
             known.
 
     Returns:
-        The order, (chains,) indices; and the positions in the order where a longer chain begins,
+        The order, as indices (chains,); and the positions in the order where a longer chain begins,
         (longer chains,). A longer chain that starts above ``line`` is a closed ring, and begins
         with its last corner in reading order. Rings are sorted by object, and those of one object
         by this corner, the last one first.
@@ -236,11 +239,14 @@ def chained(
 
 
 def before(begins: np.ndarray, count: int) -> np.ndarray:
-    """Return, for each element of some rings, the index of the element before it in its ring.
+    """Return for each element of several rings the index of the element before it, (count,).
+
+    The elements of all rings are in one array, ring after ring. The element before a ring's first
+    element is its last one.
 
     Args:
         begins: (rings,) index of the first element of each ring.
-        count: number of elements of all rings.
+        count: number of elements of all rings together.
     """
     found = np.arange(count) - 1
     found[begins] += np.diff(begins, append=count)
@@ -248,7 +254,7 @@ def before(begins: np.ndarray, count: int) -> np.ndarray:
 
 
 def _smallest_on_cycle(after: np.ndarray) -> np.ndarray:
-    """Return, for each element of a permutation, the smallest element of its cycle, (elements,).
+    """Return for each element of a permutation the smallest element of its cycle, (elements,).
 
     Args:
         after: (elements,) the element that follows each element in its cycle.
@@ -263,9 +269,10 @@ def _smallest_on_cycle(after: np.ndarray) -> np.ndarray:
 
 
 def _steps_to_end(after: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Return, for each element of a permutation, the steps to the last element of its cycle.
+    """Return for each element of a permutation how many steps it is to the end of its cycle.
 
-    The last element is the one that the first element follows. It has 0 steps.
+    The end is the element that is followed by the cycle's first element; it has 0 steps. The
+    result is (elements,).
 
     Args:
         after: (elements,) the element that follows each element in its cycle.

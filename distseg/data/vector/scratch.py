@@ -49,7 +49,7 @@ class ScratchNumbers:
             self._put(position, value.tobytes())
 
     def read(self, begin: int, count: int) -> np.ndarray:
-        """Return up to ``count`` numbers from position ``begin`` on; fewer at the array's end."""
+        """Return ``count`` numbers from position ``begin`` on; fewer if the array ends before."""
         count = min(count, self.count - begin)
         found = np.empty(count, np.int64)
         rest, at = memoryview(found).cast("B"), _SIZE * begin

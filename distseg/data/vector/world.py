@@ -19,7 +19,7 @@ _PIXELS = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
 @dataclass(frozen=True)
 class World:
-    """Coordinates of a map's pixels.
+    """Georeference of a class map: affine transform from pixels to coordinates, and CRS.
 
     Attributes:
         transform: the affine transform (a, b, c, d, e, f): x = a column + b row + c and
@@ -57,16 +57,16 @@ class World:
 
     @property
     def measured(self) -> bool:
-        """True if areas of pixels are known in square metres."""
+        """True if the areas of pixels in square metres are known (:meth:`row_areas`)."""
         return self.row_areas(1) is not None
 
     def row_areas(self, height: int) -> np.ndarray | None:
-        """Return the area of a pixel of each row in square metres, (height,) float64.
+        """Return the area of one pixel in square metres for each row, (height,) float64.
 
-        In a projected CRS it is the area on the map. In degrees it is the area on the ellipsoid
-        (Snyder 1987, Map Projections, equation 3-12). The result is None without a CRS, in a CRS
-        that is neither (a local one), and in degrees if the transform is rotated or the ellipsoid
-        is unknown.
+        In a projected CRS it is the area on the map. In a CRS in degrees it is the area on the
+        ellipsoid (Snyder 1987, Map Projections, equation 3-12). The result is None without a CRS,
+        and in a CRS of another kind. It is also None in degrees if the transform is rotated or the
+        ellipsoid is unknown.
         """
         if self.crs is None or not (self.crs.is_geographic or self.crs.is_projected):
             return None
@@ -85,9 +85,9 @@ class World:
 
 
 def _authalic(latitude: np.ndarray, eccentricity: float) -> np.ndarray:
-    """Return Snyder's q for a latitude in radians, on an ellipsoid of this eccentricity.
+    """Return q of Snyder 1987 for a latitude in radians, on an ellipsoid of this eccentricity.
 
-    The area from the equator to the latitude is q radius^2 / 2 for each radian of longitude.
+    The area between the equator and the latitude is q radius^2 / 2 for each radian of longitude.
     """
     sine, e = np.sin(latitude), eccentricity
     if e < 1e-9:  # a sphere
@@ -98,7 +98,7 @@ def _authalic(latitude: np.ndarray, eccentricity: float) -> np.ndarray:
 
 
 def world_of(place: Georeference | None, name: str) -> World:
-    """Return the coordinates of a map's pixels.
+    """Return the affine transform and the CRS of a class map.
 
     Args:
         place: the georeference of the map. If it is None, x is the column and y the row.

@@ -255,7 +255,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """For positions between pixels: the 2^dims pixels around each, and their weights.
+    """Neighbours of positions between pixels: the 2^dims pixels around each, and their weights.
 
     The pixels are given as indices into the flattened array of all pixels that were read.
 

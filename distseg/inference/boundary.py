@@ -47,20 +47,22 @@ def boundary_counts(
     tolerance: int,
     counted: tuple[slice, ...] = (...,),
 ) -> np.ndarray:
-    """Return the counts (ROWS, classes) int64 of a window of two class maps.
+    """Count pixels near the class boundaries of a true and a predicted class map.
 
-    The rows are the pixels in both boundary regions, in the true one and in the predicted one; the
-    pixels of the true contour and how many of them are near the predicted one; and the pixels of
-    the predicted contour and how many of them are near the true one.
+    The result is (ROWS, classes) int64. Its rows are the numbers of pixels: in both boundary
+    regions; in the true one; in the predicted one; on the true contour; of these, those near the
+    predicted contour; on the predicted contour; of these, those near the true contour. A boundary
+    region has the pixels at most ``tolerance`` from another class, and "near" is the same distance.
+    A contour has the pixels next to another class.
 
     Args:
-        truth: the true class numbers of the window.
+        truth: the true class numbers of a window of the image.
         prediction: the predicted class numbers, an array of the same shape.
         classes: the number of classes.
         ignore: the true label of ignored pixels.
-        tolerance: d in pixels, at least 1.
+        tolerance: the distance in pixels, at least 1.
         counted: the part of the window whose pixels are counted. Around it, the window must have a
-            margin of d + 1 pixels, except where the image ends.
+            margin of ``tolerance`` + 1 pixels, except where the image ends.
     """
     known = truth != ignore
     true, found = truth.astype(np.int16), prediction.astype(np.int16)
@@ -86,18 +88,21 @@ def boundary_counts(
 
 
 def _at_another(labels: np.ndarray, known: np.ndarray, radius: int) -> np.ndarray:
-    """Return True for known pixels with a known pixel of another class within ``radius``."""
+    """Return a mask of the pixels that have a pixel of another class within ``radius``.
+
+    Only pixels where the mask ``known`` is True count, on both sides.
+    """
     largest = _extreme(labels, radius, np.maximum, _BELOW)
     smallest = _extreme(np.where(known, labels, _ABOVE), radius, np.minimum, _ABOVE)
     return known & ((largest != labels) | (smallest != labels))
 
 
 def _extreme(values: np.ndarray, radius: int, larger: Callable, outside) -> np.ndarray:
-    """Return the largest (or smallest) value within ``radius`` of each element, along all dims.
+    """Return for each element of an array the largest (or smallest) value around it.
 
     Args:
-        values: an array.
-        radius: the largest distance; distances are taken along each dim.
+        values: the array; the result has the same shape.
+        radius: the largest distance, along each dim, of the elements that are compared.
         larger: ``np.maximum`` for the largest value, ``np.minimum`` for the smallest.
         outside: the value outside of the array.
     """
@@ -117,7 +122,8 @@ def _extreme(values: np.ndarray, radius: int, larger: Callable, outside) -> np.n
 def boundary_scores(counts: np.ndarray, names: Sequence[str]) -> dict:
     """Return Boundary IoU and boundary F1 of each class, and their means.
 
-    A score is None if neither map has a boundary of the class. F1 is 0 if only one has a contour.
+    A score is None if neither the true nor the predicted class map has a boundary of the class. F1
+    is 0 if only one of them has.
 
     Args:
         counts: the counts (ROWS, classes) of :func:`boundary_counts`, summed over windows.
@@ -140,7 +146,10 @@ def boundary_scores(counts: np.ndarray, names: Sequence[str]) -> dict:
 
 
 def _f1(counts: np.ndarray) -> float | None:
-    """Return the F1 of one class, whose counts are (ROWS,); None without any contour."""
+    """Return the boundary F1 of one class from its ``counts``, (ROWS,).
+
+    The result is None if neither the true nor the predicted class map has a contour of the class.
+    """
     if not counts[_TRUE_LINE] + counts[_FOUND_LINE]:
         return None
     recall = ratio(counts[_TRUE_NEAR], counts[_TRUE_LINE]) or 0.0
@@ -149,10 +158,10 @@ def _f1(counts: np.ndarray) -> float | None:
 
 
 def with_boundaries(scores: dict, counts: np.ndarray, names: Sequence[str]) -> dict:
-    """Return scores together with boundary scores, in the dict of each class and as means.
+    """Return a dict of scores with the boundary scores added, for each class and as means.
 
     Args:
-        scores: the scores (:func:`distseg.inference.metrics.scores_of_counts`).
+        scores: the scores from :func:`distseg.inference.metrics.scores_of_counts`.
         counts: the counts (ROWS, classes) of :func:`boundary_counts`, summed over windows.
         names: the names of the classes.
     """
@@ -165,20 +174,21 @@ def with_boundaries(scores: dict, counts: np.ndarray, names: Sequence[str]) -> d
 class BoundaryCounter:
     """Counter of the boundary pixels of one image, whose predicted tiles come in any order.
 
-    The inner part of a tile is counted at once. Its outer pixels are counted at the end, because
-    they depend on the pixels of the tiles beside it.
+    The inner part of a tile is counted at once. The pixels near its border are counted at the end,
+    because they depend on the pixels of the tiles beside it.
 
     Args:
         size: the size of the image in pixels.
         labels: function that returns the true labels of a box.
         classes: the number of classes.
         ignore: the true label of ignored pixels.
-        tolerance: d in pixels, at least 1.
+        tolerance: the tolerance in pixels of the boundaries, at least 1.
 
     Attributes:
-        counts: (ROWS, classes) int64, of the pixels that were counted until now.
-        pieces: boxes along the sides of the tiles, with their predicted classes.
-        tiles: the tiles that were added.
+        counts: (ROWS, classes) int64, the result of :func:`boundary_counts` for the pixels that
+            were counted so far.
+        pieces: boxes along the borders of the tiles, with their predicted classes.
+        tiles: the boxes of the tiles that were added.
     """
 
     size: Sequence[int]
@@ -200,12 +210,12 @@ class BoundaryCounter:
         return self._added == Box.whole(self.size).pixels
 
     def add(self, tile: Box, truth: np.ndarray, prediction: np.ndarray) -> None:
-        """Add a tile.
+        """Add a tile of the image, and count its inner pixels.
 
         Args:
             tile: the tile's box.
-            truth: its true labels, (*tile.size).
-            prediction: its predicted classes, (*tile.size).
+            truth: the true labels of the tile, (*tile.size).
+            prediction: the predicted classes of the tile, (*tile.size).
         """
         self.tiles.append(tile)
         self._added += tile.pixels
@@ -219,10 +229,13 @@ class BoundaryCounter:
             self.pieces.append((box, prediction[box.relative_to(tile).slices].copy()))
 
     def finish(self, pieces: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
-        """Count the outer pixels of the tiles that were added; return the counts of these tiles.
+        """Count the pixels near the borders of the tiles that were added; return all counts.
+
+        The result is (ROWS, classes) int64, for all pixels of these tiles.
 
         Args:
-            pieces: the pieces of all tiles of the image, also of those that other ranks computed.
+            pieces: the attribute ``pieces`` for all tiles of the image, also for tiles that other
+                ranks computed.
         """
         starts = np.array([box.start for box, _ in pieces])
         stops = np.array([box.stop for box, _ in pieces])
@@ -256,7 +269,10 @@ class BoundaryCounter:
         )
 
     def _inner(self, tile: Box, margin: int) -> Box | None:
-        """Return the part of a tile at least ``margin`` pixels from other tiles; None if empty."""
+        """Return the part of a tile whose pixels lie at least ``margin`` pixels from other tiles.
+
+        The result is None if no pixel does.
+        """
         start = tuple(a + margin * (a > 0) for a in tile.start)
         stop = tuple(b - margin * (b < n) for b, n in zip(tile.stop, self.size))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop)) else None

@@ -36,8 +36,9 @@ class Evaluation:
     Attributes:
         matrix: the confusion matrix over the pixels of all images, (classes, classes) int64. Rows
             are true classes, columns predicted ones.
-        counts: for each image and class the number of right pixels, of true pixels and of predicted
-            pixels, (images, 3, classes) int64. The order of images is that of the split.
+        counts: for each image and class the number of correctly predicted pixels, of true pixels
+            and of predicted pixels, (images, 3, classes) int64. The order of images is that of the
+            split.
         loss: the loss over all images; None if no loss was asked for.
         boundaries: for each image the counts of :func:`distseg.inference.boundary.boundary_counts`,
             (images, ROWS, classes) int64; None if no tolerance was given.
@@ -59,7 +60,7 @@ def evaluate(
     watch: Callable[[int, Box, np.ndarray], None] = lambda image, tile, classes: None,
     tolerance: int = 0,
 ) -> Evaluation | None:
-    """Return the confusion matrix and the loss over the pixels of a split's images.
+    """Apply a network to all images of a split; return the confusion matrix and other results.
 
     All ranks of ``world`` must call this function together. All get the same result.
 
@@ -69,11 +70,11 @@ def evaluate(
         split: name of the split, such as ``val``.
         world: the communicator of all ranks.
         stop: function that is called after each round, in which each rank computes at most one
-            image or its share of one. It returns the same value on all ranks. If this is True, the
-            evaluation ends and None is returned.
-        loss: the loss to compute, in addition to the confusion matrix.
-        watch: function that is called on this rank with the number of an image in the split, a tile
-            and its predicted classes.
+            image or its share of one. It must return the same value on all ranks. True ends the
+            evaluation, and None is returned.
+        loss: the loss to compute, in addition to the confusion matrix; None for no loss.
+        watch: function that is called for each tile that this rank computes: with the index of the
+            image in the split, the tile and its predicted classes.
         tolerance: the tolerance in pixels of the boundaries to count; 0 to count none.
     """
     classes, names = len(store.classes), store.split(split)
@@ -109,12 +110,12 @@ def evaluate(
 
 
 class _Counters:
-    """Counters of the class boundaries of all images of a split, on one rank.
+    """Counters of the pixels near class boundaries in all images of a split, on one rank.
 
     Args:
         store: the store of the images.
         names: the names of the images.
-        tolerance: the tolerance in pixels.
+        tolerance: the tolerance in pixels of the boundaries.
     """
 
     def __init__(self, store: Store, names: Sequence[str], tolerance: int):
@@ -138,11 +139,11 @@ class _Counters:
             del self._growing[image]
 
     def counts(self, world) -> np.ndarray:
-        """Return the counts of all images and ranks, (images, ROWS, classes) int64.
+        """Return the counts of each image, over all ranks, (images, ROWS, classes) int64.
 
         All ranks of ``world`` must call it together, after the last tile. Images whose tiles are
-        on several ranks are finished one after the other, for which ranks exchange the frames of
-        their tiles.
+        on several ranks are finished one after the other. For this, ranks exchange the predicted
+        classes near the borders of their tiles.
         """
         shared = sorted({image for part in world.allgather(list(self._growing)) for image in part})
         for image in shared:
@@ -159,7 +160,7 @@ def _partial_sums(loss: Criterion, logits: np.ndarray, labels: np.ndarray) -> np
     """Return the partial sums (K,) float64 of a loss over a tile.
 
     They are computed slab by slab, so that logits in float64 take little memory. In float64 the
-    sums do not depend on the number of threads, but for rounding of about 1e-16.
+    sums do not depend on the number of threads, except for rounding of about 1e-16.
 
     Args:
         loss: the loss.
@@ -176,10 +177,10 @@ def _partial_sums(loss: Criterion, logits: np.ndarray, labels: np.ndarray) -> np
 
 
 def _table(rows: list[tuple[int, np.ndarray]], images: int, sums: int) -> torch.Tensor:
-    """Return the table S (images, sums) float64 of a loss.
+    """Return the partial sums of a loss for each image, (images, sums) float64.
 
     Args:
-        rows: the number of an image and its partial sums, (sums,), for each tile, in any order.
+        rows: for each tile, in any order, the index of its image and its partial sums, (sums,).
         images: the number of images.
         sums: the number of partial sums of an image.
     """
@@ -190,7 +191,7 @@ def _table(rows: list[tuple[int, np.ndarray]], images: int, sums: int) -> torch.
 
 
 def _sum(rows: list[np.ndarray]) -> np.ndarray:
-    """Return the sum of arrays (n,) float64, rounded only once.
+    """Return the sum of arrays of the same shape (n,), float64, rounded only once.
 
     So the sum does not depend on the order of the arrays, which differs between meshes.
     """

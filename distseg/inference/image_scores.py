@@ -17,19 +17,22 @@ def rows_of_maps(
     classes: list[str],
     boundaries: np.ndarray | None = None,
 ) -> list[dict]:
-    """Return the rows for a network that predicts class maps, ordered by mean IoU.
+    """Return a table with one row for each image, for a network that predicts class maps.
+
+    The image with the lowest mean IoU comes first; images without a score come last.
 
     Args:
         names: the names of the images.
-        counts: the pixels of each image and class (:class:`distseg.inference.evaluate.Evaluation`).
+        counts: (images, 3, classes): correctly predicted, true and predicted pixels of each class
+            (:class:`distseg.inference.evaluate.Evaluation`).
         classes: the names of the classes.
-        boundaries: the counts of each image's boundaries; None without them.
+        boundaries: (images, ROWS, classes), the counts of
+            :func:`distseg.inference.boundary.boundary_counts`; None without boundary scores.
 
     Returns:
         Dicts with ``image``, ``pixels`` (those with a label), ``mean_iou``, ``mean_dice``,
             ``accuracy`` and ``classes`` (:func:`distseg.inference.metrics.scores_of_counts`); with
             ``boundaries`` also the scores of :func:`distseg.inference.boundary.boundary_scores`.
-            Images without a score come last.
     """
     rows = []
     for number, (name, count) in enumerate(zip(names, counts)):
@@ -46,7 +49,9 @@ def rows_of_maps(
 def rows_of_images(
     names: Sequence[str], vectors: np.ndarray, labels: np.ndarray, classes: Sequence[str]
 ) -> list[dict]:
-    """Return the rows for a network that predicts one label or number for each image.
+    """Return a table with one row for each image, for a network with one result per image.
+
+    The network predicts a class or a number. The worst image comes first.
 
     Args:
         names: the names of the images.
@@ -56,8 +61,8 @@ def rows_of_images(
 
     Returns:
         Dicts with ``image``, ``label``, ``predicted``, and ``probability``, the predicted
-            probability of the true class. For numbers, ``error`` replaces the probability. The
-            lowest probability, or the largest error, comes first.
+            probability of the true class. For numbers, ``error`` replaces ``probability``. The row
+            with the lowest probability, or the largest error, comes first.
     """
     if len(classes) == 1:
         rows = [
@@ -78,7 +83,10 @@ def rows_of_images(
 
 
 def flat(row: dict) -> dict:
-    """Return a row without nested dicts: the IoU of the class lake gets the key ``iou lake``."""
+    """Return a row of the table as a dict without nested dicts.
+
+    For example, the IoU of the class lake gets the key ``iou lake``.
+    """
     plain = {key: value for key, value in row.items() if key != "classes"}
     for name, score in row.get("classes", {}).items():
         shown = (kind for kind in ("iou", "dice", *KINDS, "pixels") if kind in score)

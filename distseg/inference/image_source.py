@@ -21,7 +21,7 @@ from distseg.tiling.tile import Box
 
 
 def everywhere(box: Box) -> None:
-    """Return None for any box: no pixel lacks data.
+    """Return None for any box, which means that all of its pixels have data.
 
     It is the default of ``ImageSource.without_data``, for images in which every pixel has data.
     """
@@ -29,18 +29,18 @@ def everywhere(box: Box) -> None:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Image that is read box by box.
+    """Image to predict, which is read box by box, from a store or from a file.
 
     Attributes:
-        name: the image's name, which also names its results.
-        size: its size in pixels.
-        read: returns the normalised pixels (C, *box.size) float32 of a box.
+        name: the image's name, which also names the files of its results.
+        size: the image's size in pixels.
+        read: a function of a box that returns its normalised pixels, (C, *box.size) float32.
         identity: a text that identifies the data. It differs between images with the same name.
         decoding: the bytes of memory that the first read takes in addition, if the file can only be
             decoded whole; else 0.
         notes: remarks for the user on the image's file (:func:`distseg.data.notes.notes_on`).
-        without_data: returns a mask (*box.size) bool of the pixels of a box that have no data in
-            any band, or None if all pixels have data.
+        without_data: a function of a box that returns a mask (*box.size) bool, True for pixels that
+            have no data in any band, or None if all pixels have data.
         place: the georeference of the image; None if it has none or the pixels are shrunken.
     """
 
@@ -55,7 +55,7 @@ class ImageSource:
 
 
 def store_image(store: Store, name: str) -> ImageSource:
-    """Return the image ``name`` of a store, with functions that read its pixels box by box."""
+    """Return the image ``name`` of a store as an :class:`ImageSource`, to be predicted."""
     return ImageSource(
         name,
         tuple(store.size(name)),
@@ -74,7 +74,9 @@ def file_image(
     scratch: str | None = None,
     level: int = 0,
 ) -> ImageSource:
-    """Return an image of a file, normalised with the mean and std of the bands in the training.
+    """Return the image of a file as an :class:`ImageSource`, to be predicted.
+
+    Pixels are normalised with the mean and the standard deviation of each band in the training.
 
     Pixels without data become 0 after the normalisation, as in a store. An alpha channel is used as
     a band only if the network was trained with one band more than the file's colour bands.
@@ -82,7 +84,7 @@ def file_image(
     Args:
         path: the file.
         manifest: the manifest of a checkpoint of the run.
-        nodata: the number that stands for no data; by default the one that a TIFF file names.
+        nodata: the pixel value that means "no data"; None takes the value that the file declares.
         shrink: each pixel of the result is the mean of a block with this number of pixels along
             each dim (``data.shrink``).
         scratch: the folder for images that can only be decoded whole
@@ -161,13 +163,13 @@ def file_image(
 
 
 def check_type(image: str, dtype: np.dtype, data: dict) -> None:
-    """Refuse pixels of another dtype than those that a network was trained on.
+    """Refuse an image whose dtype differs from that of the images a network was trained on.
 
     Another dtype has another range of values, so the normalisation would be wrong.
 
     Args:
         image: the image's name, for the message.
-        dtype: the dtype of its pixels.
+        dtype: the dtype of the image's pixels.
         data: the section ``data`` of a checkpoint's manifest. Its ``types`` are the dtypes of the
             training images.
 

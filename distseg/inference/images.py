@@ -57,16 +57,16 @@ def evaluate_images(
     stop: Callable[[], bool] = lambda: False,
     loss: Criterion | None = None,
 ) -> dict | None:
-    """Return the scores (:func:`scores_of_images`) over the images of ``split``.
+    """Apply a network that returns one vector per image to a split; return the scores.
 
-    With ``loss``, the scores have the key ``loss``: the loss of the serial program in evaluation
-    mode on all images of the split as one step. All ranks of ``world`` must call it together. All
-    get the same scores.
+    The scores are those of :func:`scores_of_images`. With ``loss``, they have the key ``loss``: the
+    loss of the serial program in evaluation mode on all images of the split as one step. All ranks
+    of ``world`` must call it together. All get the same scores.
 
     Args:
         predictor, store, split, world, stop: see :func:`outputs_of_split`. The result is None if
             ``stop`` ended the work.
-        loss: the loss to compute, in addition to the scores.
+        loss: the loss to compute, in addition to the scores; None for no loss.
     """
     outputs = outputs_of_split(predictor, store, split, world, stop)
     if outputs is None:
@@ -111,11 +111,11 @@ def _loss_of(loss: Criterion, vectors: np.ndarray, labels: np.ndarray) -> float:
 
 
 def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict:
-    """Return the scores of a network that gives one vector for each image, by name.
+    """Return the scores of a network that gives one vector for each image, as a dict.
 
     With several classes the scores are:
 
-    - accuracy: the share of images whose largest logit is that of the right class;
+    - accuracy: the share of images whose largest logit is that of the true class;
     - for each class accuracy = tp / (tp + fn), precision = tp / (tp + fp), and auc, the area under
     the curve of true over false positive rate (:func:`area_under_curve`); a score whose divisor is
     0 is None;
@@ -161,9 +161,10 @@ def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[
 
 
 def most_frequent(store: Store, split: str) -> float | None:
-    """Return the accuracy on ``split`` of always predicting the most frequent training class.
+    """Return the accuracy on ``split`` if every image is predicted as the most frequent class.
 
-    Return None if the split has no images.
+    This class is the most frequent one among the training images. The result is None if the split
+    has no images.
     """
     labels = [store.label(name) for name in store.split("train")]
     most = max(set(labels), key=labels.count)
@@ -172,10 +173,10 @@ def most_frequent(store: Store, split: str) -> float | None:
 
 
 def area_under_curve(scores: np.ndarray, positive: np.ndarray) -> float | None:
-    """Return the probability that a positive image scores higher than a negative one.
+    """Return the area under the ROC curve of a class.
 
-    It is the area under the ROC curve. A pair of images with equal scores counts half. Return None
-    if there are no positive or no negative images.
+    It is the probability that a positive image scores higher than a negative one, where equal
+    scores count half. The result is None if there are no positive or no negative images.
 
     Args:
         scores: the score of each image, (images,).

@@ -27,34 +27,34 @@ def confusion(truth: np.ndarray, prediction: np.ndarray, classes: int, ignore: i
 
 
 def scores(matrix: np.ndarray, names: list[str]) -> dict:
-    """Return the scores of a confusion matrix: for each class, the means, and the accuracy.
+    """Return the scores of a confusion matrix: IoU, Dice and accuracy of each class, and means.
 
     Args:
         matrix: the pixel counts (classes, classes) of :func:`confusion`.
         names: the names of the classes.
 
     Returns:
-        The scores as :func:`scores_of_counts` returns them.
+        The dict that :func:`scores_of_counts` returns.
     """
     return scores_of_counts(np.stack((np.diag(matrix), matrix.sum(1), matrix.sum(0))), names)
 
 
 def scores_of_counts(counts: np.ndarray, names: list[str]) -> dict:
-    """Return the scores of counted pixels: for each class, the means, and the accuracy.
+    """Return scores from pixel counts: IoU, Dice and accuracy of each class, and means.
 
     For each class IoU = tp / (tp + fp + fn), Dice = 2 tp / (2 tp + fp + fn), accuracy = tp / (tp +
     fn). A score whose divisor is 0 is None.
 
     Args:
-        counts: for each class the number of right pixels (tp), of true pixels (tp + fn) and of
-            predicted pixels (tp + fp), (3, classes).
+        counts: (3, classes), for each class the number of correctly predicted pixels (tp), of true
+            pixels (tp + fn) and of predicted pixels (tp + fp).
         names: the names of the classes.
 
     Returns:
         A dict with these keys. ``classes``: for each class name a dict with ``iou``, ``dice``,
             ``accuracy`` and ``pixels``, the number of true pixels. ``mean_iou`` and ``mean_dice``:
             the means over the classes that have this score. ``accuracy``: the share of all pixels
-            with the right class.
+            that are predicted correctly.
     """
     hit, truth, predicted = counts.astype(float)
     union = truth + predicted - hit
@@ -102,15 +102,16 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def mean(values) -> float | None:
-    """Return the mean of the values that are not None; None if there are none."""
+    """Return the mean of the values that are not None; None if all are None."""
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else None
 
 
 def most_likely(logits: np.ndarray) -> np.ndarray:
-    """Return the class map (*size) uint8: the class with the largest of the logits (C, *size).
+    """Return the class map, (*size) uint8, from logits, (C, *size).
 
-    With one channel, the class is 1 where the logit is positive, else 0.
+    A pixel gets the class with the largest logit. With one channel, the class is 1 where the logit
+    is positive, else 0.
     """
     return (
         (logits[0] > 0).astype(np.uint8) if len(logits) == 1 else logits.argmax(0).astype(np.uint8)

@@ -25,10 +25,11 @@ _BLOCK = 512
 
 
 def baseline(store: Store, split: str, world) -> np.ndarray:
-    """Return the confusion matrix (classes, classes) on ``split`` of a classifier of single pixels.
+    """Fit a classifier that sees one pixel at a time; return its confusion matrix on ``split``.
 
-    The classifier is fitted to the training split (see the head of this file). All ranks of
-    ``world`` must call it together. All get the same matrix.
+    The classifier is fitted to the training split. It predicts a class from the colour of a pixel
+    alone. The matrix is (classes, classes) int64. All ranks of ``world`` must call it together. All
+    get the same matrix.
     """
     classes, levels = len(store.classes), int(_BINS ** (1 / min(store.bands, _BANDS)))
     known = _counts(store, "train", levels, world)
@@ -45,11 +46,14 @@ def _counts(store: Store, split: str, levels: int, world) -> np.ndarray:
     Bands after the 16th are ignored, and ``bands`` is then 16. Pixels without a label are not
     counted.
 
-    Each rank counts some blocks of the images, and the counts of all ranks are added. All ranks of
-    ``world`` must call it together.
+    Each rank counts a part of the images' blocks, and the counts of all ranks are added. All ranks
+    of ``world`` must call it together.
 
     Args:
+        store: the store of the images.
+        split: the name of the split.
         levels: the number of steps into which the values of a band are quantised.
+        world: the communicator of all ranks.
     """
     classes = len(store.classes)
     total = np.zeros(levels ** min(store.bands, _BANDS) * classes)
@@ -73,7 +77,7 @@ def _blocks(store: Store, split: str) -> Iterator[tuple[str, Box]]:
 
 
 def _quantised(pixels: np.ndarray, levels: int) -> np.ndarray:
-    """Return one colour number for each pixel, (*size), given normalised pixels (C, *size).
+    """Convert normalised pixels (C, *size) to one colour number for each pixel, (*size).
 
     Between -2.5 and 2.5 standard deviations, each band is divided into ``levels`` equal steps;
     values beyond belong to the first or last step. The steps of all bands are the digits of the
@@ -89,11 +93,12 @@ def _quantised(pixels: np.ndarray, levels: int) -> np.ndarray:
 def _classifier(counts: np.ndarray, exponent: float) -> np.ndarray:
     """Return the class number that the baseline predicts for each colour, (colours,).
 
-    Colours without pixels get the most frequent class.
+    A colour gets the class with the largest p(colour | class) * share^exponent, where the share of
+    a class is its part of all pixels. Colours without pixels get the most frequent class.
 
     Args:
         counts: the number of training pixels of each colour and class, (colours, classes).
-        exponent: a in the formula at the head of this file.
+        exponent: 1 for Bayes' rule; 0 treats rare classes like frequent ones.
     """
     share = counts.sum(0) / max(1, counts.sum())
     # A count is share * p(colour | class) * N, so one power of the share is in it already.

@@ -54,7 +54,7 @@ def check_images(predictor, sizes: Mapping[Sequence[int], str]) -> None:
 
     Args:
         predictor: an object with a method ``check(size)`` that raises ValueError.
-        sizes: maps each size of the images to the name of one image of that size.
+        sizes: a dict from each size that images have to the name of one image of that size.
 
     Raises:
         ValueError: an image cannot be predicted. The message names the image and the setting.
@@ -67,7 +67,7 @@ def check_images(predictor, sizes: Mapping[Sequence[int], str]) -> None:
 
 
 class Predictor:
-    """Model in evaluation mode that is applied to whole images.
+    """Prediction of whole images by a model in evaluation mode, tile by tile, on all ranks.
 
     All ranks must make the same calls.
 
@@ -84,7 +84,7 @@ class Predictor:
             they wait in memory if they fit into half of the free bytes, else in the system's folder
             for temporary files.
         channels_last: True if tensors have the memory format ``channels_last``.
-        pipeline: this rank's links to the other stages, if the model is cut into stages.
+        pipeline: this rank's part of the pipeline; None if the model is not cut into stages.
         outputs: the number of channels of the network's output. The predictor does not use it; a
             caller that writes probabilities does.
         exact: True if the halo is computed from the model. False if the config sets the halo; then
@@ -92,7 +92,8 @@ class Predictor:
         neighbours: the number of ranks on this rank's node, which share its memory; this rank is
             one of them.
         budget: the budget for activations in bytes, the same on all ranks. Tiles are as large as
-            fit, and feature maps wait in memory if they fit too.
+            the budget allows, and feature maps wait in memory if they fit too. None for tiles of
+            the size ``tile``.
     """
 
     def __init__(
@@ -132,20 +133,20 @@ class Predictor:
 
     @property
     def last(self) -> bool:
-        """True if this rank holds the last stage, which has the results."""
+        """True if this rank holds the last stage of the pipeline, which has the results."""
         return self.pipeline is None or self.pipeline.last
 
     @property
     def writes(self) -> bool:
-        """True on the rank that writes results: the first one with the last stage."""
+        """True on the rank that writes results: the first rank that holds the last stage."""
         return self.last and self.replicas.rank == 0
 
     @property
     def windowed(self) -> bool:
         """True if every layer computes whole windows, not only the cells that the tile needs.
 
-        This holds for models that are not a graph of layers, and if a setting treats each window as
-        a whole image.
+        A window is a tile with its halo. This holds for models that are not a graph of layers, and
+        if a setting treats each window as a whole image.
         """
         approximate = not self.exact or (
             self.model.context.per_window and self.model.active_in_training
@@ -154,15 +155,15 @@ class Predictor:
 
     @property
     def independent(self) -> bool:
-        """True if the result of a tile depends on its own window only."""
+        """True if the result of a tile depends only on its window: the tile with its halo."""
         return not self.model.always_active or self.model.context.per_window
 
     def grid_of(self, size) -> Size:
         """Return the number of tiles of an image along each dim.
 
         A tile is at most as large as the setting ``predict.tile`` or, with a budget, as the budget
-        allows. If it is smaller than the image, it is rounded down to a multiple of the model's
-        total stride, but is at least one stride.
+        allows. The size of a tile that is smaller than the image is rounded down to a multiple of
+        the model's total stride, but is at least one stride.
         """
         steps = (
             n if t >= n else max(1, t // s) * s
@@ -171,7 +172,9 @@ class Predictor:
         return Size(-(-n // step) for n, step in zip(size, steps))
 
     def layout(self, size, borders: Sequence[Sequence[int]] | None = None) -> Layout:
-        """Return the layout of the feature maps of an image.
+        """Return the boxes of all feature maps of an image that is cut into blocks.
+
+        Each block is computed by one rank.
 
         Args:
             size: the size of the image in pixels.
@@ -187,7 +190,7 @@ class Predictor:
         return self._layouts[key]
 
     def _tiling(self, budget: float) -> BudgetTiling:
-        """Return the object that finds tiles whose activations fit into ``budget`` bytes.
+        """Return the object that chooses tile sizes whose activations fit into ``budget`` bytes.
 
         A second call with the same budget returns the same object, which remembers its tiles.
         """
@@ -264,7 +267,10 @@ class Predictor:
         return tiles(size, self.grid_of(size), self.model.reach.stride)
 
     def deal(self, size, numbers: Sequence[int] | None = None) -> list[list[int]]:
-        """Return, for each rank, the indices of its tiles in the order of computation.
+        """Divide the tiles of an image among the ranks.
+
+        The result has for each rank the indices of its tiles, in the order in which it computes
+        them.
 
         Args:
             size: the size of the image in pixels.
@@ -291,7 +297,7 @@ class Predictor:
 
         Returns:
             The number of ranks in a group, which is 1 if any rank may compute any tile; and for
-                each rank the list of its shares of the images.
+                each rank the list of the images, or parts of images, that it computes.
         """
         if self._dealt_singly:
             every = [
@@ -327,9 +333,9 @@ class Predictor:
         ]
 
     def among(self, ranks: int) -> Predictor:
-        """Return a copy of this predictor that divides an image among this rank's group only.
+        """Return a copy of this predictor that divides an image only among a group of ranks.
 
-        All ranks must call it together.
+        It is the group that this rank belongs to. All ranks must call it together.
 
         Args:
             ranks: the number of ranks of a group, which are consecutive. If a group has all ranks,
@@ -349,7 +355,9 @@ class Predictor:
     def __call__(
         self, source: ImageSource, numbers: Sequence[int] | None = None
     ) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield (tile, logits) for the tiles of this rank (:meth:`deal`).
+        """Apply the network to an image; yield (tile, logits) for the tiles of this rank.
+
+        :meth:`deal` says which tiles these are.
 
         Logits are (C', *tile.size) float32, or float64 if the network computes in float64. If the
         network has one output vector for each image, this vector (C', 1, ...) is yielded, perhaps
@@ -372,9 +380,10 @@ class Predictor:
             yield from self._in_blocks(source, mine)
 
     def computed(self, size, numbers: Sequence[int] | None = None) -> Iterator[tuple[int, Box]]:
-        """Yield (layer number, output box) for each layer and each tile of this rank, as planned.
+        """Yield (layer number, output box) for all that this rank would compute in a prediction.
 
-        Nothing is computed. Benchmarks use it to count the work of a prediction.
+        There is a box for each layer and each tile; nothing is computed. Benchmarks use it to count
+        the work of a prediction.
         Models that are computed window by window are not supported.
 
         Args:
@@ -397,7 +406,7 @@ class Predictor:
         return self.independent and (self.pipeline is None or self.pipeline.comm.size == 1)
 
     def _ranks_of(self, grid: Size) -> Size:
-        """Return the grid of ranks that share an image, as their number along each dim.
+        """Return how many ranks share an image, along each dim.
 
         Each of these ranks computes a block of at least one tile. If there are fewer tiles than
         ranks, some ranks are not used.
@@ -408,16 +417,20 @@ class Predictor:
         return most_even_grid(grid, (1,) * len(grid), self.replicas.size)
 
     def _in_blocks(self, source: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield (tile, logits) for this rank's tiles ``mine``, all in its block of the image."""
+        """Compute this rank's block of an image; yield (tile, logits) for the tiles ``mine`` in it.
+
+        The ranks of all blocks work together: they exchange halos and statistics of active norms.
+        """
         count = self._ranks_of(self.grid_of(source.size)).volume
         workers = self._first(count)
         if self.replicas.rank < count:
             yield from self._streaming(source, workers, *self._block(source.size), mine)
 
     def _block(self, size) -> tuple[Box, list[list[int]]]:
-        """Return this rank's block of an image, and the borders of all blocks along each dim.
+        """Return the box of the image that this rank computes, and the borders of all such blocks.
 
-        Borders between blocks lie on borders between tiles.
+        The borders are given along each dim, from 0 to the size of the image. They lie on borders
+        between tiles.
         """
         grid, stride = self.grid_of(size), self.model.reach.stride
         ranks = self._ranks_of(grid)
@@ -440,7 +453,7 @@ class Predictor:
         borders: Sequence[Sequence[int]] | None,
         mine: list[Box],
     ) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield (tile, logits) of this rank's tiles, computed by the streaming executor.
+        """Yield (tile, logits) for this rank's tiles, computed by the streaming executor.
 
         Args:
             source: the image.
@@ -463,10 +476,10 @@ class Predictor:
 
     @torch.no_grad()
     def _next(self, results: Iterator[tuple[Box, torch.Tensor]]) -> tuple[Box, np.ndarray] | None:
-        """Return the next (tile, logits) of ``results``, or None at their end.
+        """Return the next (tile, logits) of ``results`` as a NumPy array, or None at their end.
 
-        Gradients are disabled only during the call, so the caller of the generator keeps its own
-        setting.
+        Gradients are disabled only during this call, so the code that iterates over the results
+        keeps its own setting of gradients.
         """
         for box, output in results:
             return box, output[0].to(torch.promote_types(output.dtype, torch.float32)).cpu().numpy()
@@ -506,7 +519,10 @@ class Predictor:
         return executor, place
 
     def _in_memory(self, layout: Layout) -> StreamingExecutor:
-        """Return an executor that keeps feature maps in memory, in the boxes of ``layout``."""
+        """Return an executor that keeps feature maps in memory.
+
+        ``layout`` says which boxes of them each rank computes.
+        """
         model, cut = self.model, self._cut
         stages, placement, comm = (
             (cut.ranges, cut.placement, self.pipeline.comm) if cut else ((), (0,), Alone())
@@ -529,7 +545,7 @@ class Predictor:
         )
 
     def _fits(self, stored: int) -> bool:
-        """Return True if feature maps of ``stored`` bytes can wait in memory."""
+        """Return True if feature maps of ``stored`` bytes can be kept in memory."""
         if self.scratch is not None:
             return self.scratch == "memory"
         return stored <= _SHARE * (
@@ -537,7 +553,9 @@ class Predictor:
         )
 
     def _by_windows(self, source: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield (tile, logits), each tile computed from its whole window, without halo exchange.
+        """Yield (tile, logits), each tile computed from its window: the tile with its halo.
+
+        All layers compute the whole window, so no halos are exchanged.
 
         Args:
             source: the image.
@@ -569,7 +587,7 @@ class Predictor:
 
     @cached_property
     def _activations(self) -> Activations:
-        """Return the model of the memory of feature maps, at the precision of the prediction."""
+        """Return the object that computes how much memory feature maps take in the prediction."""
         with self.autocast():
             kind = self.devices[0].type
             dtype = (
@@ -601,10 +619,10 @@ class Predictor:
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def _first(self, count: int):
-        """Return the communicator of the first ``count`` ranks, on those ranks.
+        """Return the communicator of the first ``count`` ranks; other ranks get one of the others.
 
-        The other ranks get a communicator of the others. All ranks must call it together. The first
-        ranks compute images that have fewer tiles than there are ranks.
+        All ranks must call it together. The first ranks compute images that have fewer tiles than
+        there are ranks.
         """
         if count not in self._workers:
             self._workers[count] = self.replicas.Split(
@@ -629,7 +647,7 @@ class Predictor:
 
     @contextmanager
     def _evaluating(self, workers):
-        """Set the model to evaluation mode inside the context; restore its mode at the end.
+        """Set the model to evaluation mode during a ``with`` block; restore its mode at the end.
 
         Args:
             workers: the communicator of the ranks that compute the image. Active norms add their
@@ -649,9 +667,9 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Share:
-    """Share of a rank in the work on several images: one image and the tiles to compute of it.
+    """Part of the work of a rank: the index of an image, and the indices of tiles to compute.
 
-    ``tiles`` is None if all tiles of the image are to be computed.
+    ``tiles`` is None if the image's ranks compute all of its tiles together.
     """
 
     image: int
@@ -662,7 +680,7 @@ class _Reader:
     """Reader of windows of an image that reads the next window while the current one is computed.
 
     Args:
-        read: returns the pixels (C, *box.size) of a box.
+        read: a function of a box that returns its pixels, (C, *box.size).
     """
 
     def __init__(self, read: Callable[[Box], np.ndarray]):
@@ -672,7 +690,7 @@ class _Reader:
 
     @contextmanager
     def ahead(self, windows: Sequence[Box]) -> Iterator[None]:
-        """Let a thread read ``windows`` inside the context, one window ahead of the caller.
+        """Let a thread read ``windows`` during a ``with`` block, one window ahead of the caller.
 
         Args:
             windows: the boxes in the order in which the caller will ask for them. Another box is

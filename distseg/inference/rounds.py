@@ -27,9 +27,10 @@ def in_rounds(
     work: Callable[[int, Iterator[tuple[Box, np.ndarray]]], None],
     stop: Callable[[], bool],
 ) -> bool:
-    """Compute all images, and return False if ``stop`` ended the work, True otherwise.
+    """Apply a network to images that are divided among the ranks.
 
-    All ranks of ``world`` must call it together.
+    The result is False if ``stop`` ended the work, True otherwise. All ranks of ``world`` must call
+    it together.
 
     Args:
         predictor: the network; each rank computes its share.

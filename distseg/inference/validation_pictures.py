@@ -20,7 +20,9 @@ _GAP = 4  # pixels between two panels
 
 
 class ValidationPictures:
-    """Collector of predicted classes, each on the rank that computes it.
+    """Collector of the predicted classes that the pictures of validation images show.
+
+    Each rank collects the classes that it computes; rank 0 draws the pictures.
 
     Args:
         store: the store of the images.
@@ -48,9 +50,10 @@ class ValidationPictures:
                 self._pieces.append((image, shown, part.astype(np.uint8)))
 
     def gathered(self, world) -> list[tuple[str, np.ndarray]]:
-        """Return the name and pixels (H, W, 3) uint8 of each picture on rank 0, else nothing.
+        """Gather the predicted classes of all ranks on rank 0, and draw the pictures there.
 
-        All ranks of ``world`` must call it together.
+        Rank 0 gets the image's name and the pixels, (H, W, 3) uint8, of each picture; other ranks
+        get an empty list. All ranks of ``world`` must call it together.
         """
         every = world.gather(self._pieces, root=0)
         if every is None:
@@ -62,7 +65,13 @@ class ValidationPictures:
         ]
 
     def _drawn(self, name: str, box: Box, pieces: list[tuple[Box, np.ndarray]]) -> np.ndarray:
-        """Return the picture of an image, whose predicted classes in a box are given in pieces."""
+        """Draw the picture of a box of an image, (H, W, 3) uint8.
+
+        Args:
+            name: the name of the image.
+            box: the part of the image that the picture shows.
+            pieces: boxes that cover ``box``, with their predicted classes.
+        """
         store, flat = self._store, box.size[-2:]
         found = np.zeros(box.size, np.uint8)
         for part, classes in pieces:
@@ -83,14 +92,16 @@ class ValidationPictures:
 def panels(
     image: np.ndarray, truth: np.ndarray, found: np.ndarray, colours: np.ndarray, ignore: int
 ) -> np.ndarray:
-    """Return image, true classes, predicted classes and errors side by side, (H, W, 3) uint8.
+    """Draw an image, its true classes, its predicted classes and the errors side by side.
+
+    The result is (H, W, 3) uint8.
 
     Args:
-        image: (H, W', 3) uint8.
+        image: the image's colours, (H, W', 3) uint8.
         truth: the labels, (H, W').
         found: the predicted classes, (H, W').
         colours: the colours of the classes, (classes, 3) uint8.
-        ignore: the label of pixels that count nowhere; they are grey and never errors.
+        ignore: the label of pixels that are not evaluated; they are grey and never errors.
     """
     labelled = truth != ignore
     table = np.vstack([colours, class_colors([""], [UNLABELLED])])
@@ -105,13 +116,13 @@ def panels(
 
 
 def _middle(size: tuple[int, ...]) -> Box:
-    """Return the box in the middle of an image that a picture shows; one slice of a volume."""
+    """Return the box in the middle of an image that a picture shows; in a volume, of one slice."""
     sides = (*(1 for _ in size[:-2]), *(min(n, _SIDE) for n in size[-2:]))
     start = tuple((n - side) // 2 for n, side in zip(size, sides))
     return Box(start, tuple(a + side for a, side in zip(start, sides)))
 
 
 def _colours(store: Store) -> list | None:
-    """Return the colours of the classes that a store has; None if it has none."""
+    """Return the colours that a store has for its classes; None if it has no colours."""
     found = getattr(store, "colours", None)
     return None if found is None else found.tolist()

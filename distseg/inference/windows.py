@@ -28,7 +28,7 @@ _AT_ONCE = 4  # windows that are in a pipeline at once
 
 
 class Windows:
-    """Model that is applied to whole windows, on one rank or in a pipeline.
+    """Computation of whole windows (tiles with halos) by a model, on one rank or in a pipeline.
 
     Args:
         model: the parallelized model.
@@ -75,7 +75,7 @@ class Windows:
     def __call__(
         self, places: list[TilePlacement], load: Callable[[int], Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index of the window, output of its tile) on the rank with the last stage.
+        """Apply the model to windows; yield each window's index and the output for its tile.
 
         An output is (1, C', *tile.size). Ranks without the last stage yield nothing.
 
@@ -98,7 +98,10 @@ class Windows:
                 yield i, self._output(load(i), place)
 
     def _output(self, x: Tensor, place: TilePlacement) -> Tensor:
-        """Return the output of one window, whose stages are all on this rank."""
+        """Return the model's output for the pixels ``x`` of a window, (1, C, *window.size).
+
+        All stages of the model must be on this rank.
+        """
         if self.partition.stages == 1:
             return self.model([x], [place])[0]
         maps = {0: x}
@@ -113,11 +116,13 @@ class Windows:
     def _through_stages(
         self, places: list[TilePlacement], load: Callable[[int], Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index of a tile, logits) for windows that go through the stages of a pipeline.
+        """Send windows through the stages of a pipeline; yield each window's index and output.
+
+        Ranks without the last stage yield nothing.
 
         Args:
-            places: the tiles and their windows.
-            load: a function that returns the pixels of the window with an index.
+            places: the placements of the windows.
+            load: a function from the index of a window to its pixels, (1, C, *window.size).
         """
         for first in range(0, len(places), _AT_ONCE):
             numbers = range(first, min(first + _AT_ONCE, len(places)))
@@ -135,9 +140,9 @@ class Windows:
 
 @dataclass
 class _Results:
-    """Head of the last stage that keeps the network's outputs.
+    """Collector of the network's outputs, put after the last stage of a pipeline.
 
-    In training the loss is the head instead.
+    In training the loss is computed in this place.
 
     Attributes:
         found: the output of each micro-batch, by the index of the micro-batch.

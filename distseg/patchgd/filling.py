@@ -44,16 +44,19 @@ class Images(Protocol):
     sizes: list[tuple[int, ...]]
 
     def read(self, image: int, boxes: list[Box]) -> Tensor:
-        """Return patches of one size from one image, (boxes, C, *size).
+        """Return the pixels of patches of one image, (boxes, C, *size).
 
         Args:
             image: the index of the image in ``sizes``.
-            boxes: the patches, which must have one size.
+            boxes: the boxes of the patches, all of the same size.
         """
 
 
 def by_image(pairs: list[tuple[int, int]]) -> dict[int, list[int]]:
-    """Group (image, patch) pairs: return the list of patch numbers of each image."""
+    """Group pairs (index of an image, index of a patch) by image.
+
+    The result is a dict from the index of an image to the list of its patch indices.
+    """
     found: dict[int, list[int]] = {}
     for i, p in pairs:
         found.setdefault(i, []).append(p)
@@ -61,22 +64,25 @@ def by_image(pairs: list[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def read_boxes(images: Images, boxes: Mapping[int, list[Box]]) -> Tensor:
-    """Return the patches of several images, (patches, C, *patch), in the order of ``boxes``.
+    """Return the pixels of patches of several images, (patches, C, *patch).
 
     Args:
         images: the images.
-        boxes: the patches to read of each image, by its index.
+        boxes: the boxes of the patches to read, for each index of an image. The result has their
+            order.
     """
     return torch.cat([images.read(i, those) for i, those in boxes.items()])
 
 
 class Filler:
-    """Network of patches on a device, with which ranks compute Z and the output for images.
+    """Network that sees an image as patches, on a device; it computes Z and the output.
+
+    Z are the features of all patches. Ranks share the work.
 
     Args:
-        network: the network of patches. It is changed in place.
-        context: names the ranks that share the statistics of the backbone's norms.
-        head_context: names the ranks that share the statistics of the head's norms.
+        network: the network. It is changed in place.
+        context: holds the communicator of the ranks that share statistics of the backbone's norms.
+        head_context: holds the communicator of the ranks that share statistics of the head's norms.
         device: the device to compute on.
         precision: fp32, bf16 (autocast) or fp64.
         channels_last: True for the channels_last memory format.
@@ -126,15 +132,15 @@ class Filler:
 
     @cached_property
     def drops(self) -> bool:
-        """True if the backbone has dropout, so that patches need keys for their masks."""
+        """True if the backbone has dropout, so that patches need random keys for the masks."""
         return bool(self.backbone.dropouts)
 
     def features(self, x: Tensor, samples: Sequence[int]) -> Tensor:
-        """Return the s features of each of n patches, (n, s).
+        """Apply the backbone to n patches, and return the s features of each, (n, s).
 
         Args:
             x: the patches, (n, C, *patch).
-            samples: for each patch, the key of its dropout masks.
+            samples: for each patch, the random key of its dropout masks.
         """
         place = place_of(x.shape[2:], range(len(x)), samples)
         with self.autocast():
@@ -148,12 +154,12 @@ class Filler:
         sizes: Sequence[Sequence[int]],
         samples: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the head's K outputs for each of B images, (B, K).
+        """Apply the head to B images, and return the K outputs for each, (B, K).
 
         Args:
             features: for each image the features of all its patches, (patches, s).
             sizes: the size of each image in pixels.
-            samples: for each image, the key of its dropout masks in the head; by default 0.
+            samples: for each image, the random key of its dropout masks in the head; None for 0.
         """
         samples = samples or [0] * len(sizes)
         alike: dict[tuple[int, ...], list[int]] = {}  # image numbers by size
@@ -177,13 +183,13 @@ class Filler:
         return torch.cat([y.flatten(1) for y in found])[[order.index(i) for i in range(len(order))]]
 
     def commit_statistics(self, unbiased: bool = False) -> None:
-        """Update the running statistics from all forward passes since the last update.
+        """Update the norms' running statistics from all forward passes since the last update.
 
         All sample groups must call it together. They exchange one message.
 
         Args:
-            unbiased: True for the variance of n values with the factor 1 / (n - 1), as PyTorch's
-                layers use, False for the factor 1 / n.
+            unbiased: True for the variance of n values with the factor 1 / (n - 1), as in PyTorch's
+                layers, False for the factor 1 / n.
         """
         parts = [part for part in (self.backbone, self.head) if part is not None]
         norms = [norm for part in parts for norm in part.norms]
@@ -191,10 +197,10 @@ class Filler:
 
     @torch.no_grad()
     def __call__(self, images: Images, comm) -> list[Tensor]:
-        """Return the features of all patches of each image, (patches, s), in evaluation mode.
+        """Return for each image the features of all its patches, (patches, s).
 
-        Each rank of ``comm`` computes its share of the patches, and all ranks get all features. All
-        ranks of ``comm`` must call it together.
+        The backbone is in evaluation mode. Each rank of ``comm`` computes its share of the patches,
+        and all ranks get all features. All ranks of ``comm`` must call it together.
         """
         boxes = [self.network.patches(size) for size in images.sizes]
         pairs = [(i, p) for i, those in enumerate(boxes) for p in range(len(those))]
@@ -214,7 +220,7 @@ class Filler:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Switch the backbone to evaluation mode inside the context.
+        """Switch the backbone to evaluation mode during a ``with`` block.
 
         Its norms then do not communicate with other ranks.
         """
@@ -229,12 +235,14 @@ class Filler:
 
 
 def _tiled_head(head: nn.Module, nowhere: ReceptiveField, context: Context) -> TiledModel | None:
-    """Return the head with distributed norms and dropouts, or None if it has no such layers.
+    """Return the head with distributed counterparts of its norms, means and dropouts.
+
+    The result is None if the head has no such layers.
 
     Args:
         head: the head, a module of plain PyTorch.
-        nowhere: a receptive field without halo, because a rank computes the head on all of Z.
-        context: names the ranks that share the statistics of norms.
+        nowhere: a receptive field without halo, because a rank computes the head on all patches.
+        context: holds the communicator of the ranks that share the statistics of norms.
     """
     if not any(isinstance(layer, (*STATISTICAL, *DROPOUTS)) for layer in head.modules()):
         return None
@@ -259,7 +267,7 @@ def place_of(size: Sequence[int], images: Sequence[int], samples: Sequence[int])
 
 
 def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
-    """Gather rows, such as the features of patches, and return all of them on every rank.
+    """Gather the rows of a table, such as features of patches, on every rank of ``comm``.
 
     The result is (count, s). All ranks of ``comm`` must call this function together.
 
@@ -267,7 +275,7 @@ def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
         mine: this rank's rows, (n, s), which are rows ``comm.rank``, ``comm.rank + comm.size``, ...
             of the result. None if this rank has no row.
         count: the number of rows of all ranks together.
-        comm: the ranks that share the rows.
+        comm: the communicator of the ranks that share the rows.
         device: the device of the result.
     """
     if comm.size == 1:
@@ -283,13 +291,13 @@ def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
 
 
 class PatchPredictor:
-    """Predictor of whole images with a network of patches, one image per rank.
+    """Prediction of whole images by a network that sees an image as patches, one image per rank.
 
     It has the interface of :class:`distseg.inference.predictor.Predictor`.
 
     Args:
         filler: the network on a device.
-        replicas: the ranks among which the images are dealt.
+        replicas: the communicator of the ranks among which the images are divided.
     """
 
     def __init__(self, filler: Filler, replicas):
@@ -297,11 +305,14 @@ class PatchPredictor:
 
     @property
     def writes(self) -> bool:
-        """True on the rank that writes results."""
+        """True on the rank that writes results, rank 0 of ``replicas``."""
         return self.replicas.rank == 0
 
     def check(self, size: Sequence[int]) -> None:
         """Refuse an image that the network cannot take.
+
+        Args:
+            size: the size of the image in pixels.
 
         Raises:
             ValueError: the image is smaller than a patch, or the head does not take its grid of
@@ -317,7 +328,8 @@ class PatchPredictor:
             sizes: the size of each image in pixels.
 
         Returns:
-            1, the number of ranks that compute an image; and for each rank the list of its images.
+            1, which is the number of ranks that compute an image; and for each rank the list of the
+            images that it computes.
         """
         return 1, [
             [Share(image, None) for image in range(rank, len(sizes), self.replicas.size)]
@@ -325,7 +337,7 @@ class PatchPredictor:
         ]
 
     def among(self, ranks: int) -> PatchPredictor:
-        """Return a copy of this predictor that computes all images it is given on this rank.
+        """Return a copy of this predictor that computes every image on this rank alone.
 
         ``ranks`` is not used, because an image is never divided among ranks.
         """
@@ -339,7 +351,7 @@ class PatchPredictor:
 
     @torch.no_grad()
     def __call__(self, source: ImageSource, tiles: None = None) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield one pair: the box of the whole image and its logits (K, 1, ...).
+        """Apply the network to an image; yield one pair: the image's box, its logits (K, 1, ...).
 
         ``tiles`` is not used.
         """
@@ -353,7 +365,7 @@ class PatchPredictor:
 
 @dataclass(frozen=True)
 class SingleImage:
-    """Single image with the interface of :class:`Images`."""
+    """One image with the interface of :class:`Images`, so that its patches can be read."""
 
     source: ImageSource
 

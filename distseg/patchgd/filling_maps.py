@@ -28,11 +28,11 @@ from distseg.tiling.tile import Box
 
 
 class MapFiller(Filler):
-    """U-Net of patches on a device.
+    """U-Net that is applied to patches, on a device; it computes features and logits of patches.
 
     Args:
         network: the U-Net of patches. It is changed in place: its dropouts are replaced by dropouts
-            with keyed masks.
+            whose masks follow from random keys.
         context, device, precision, channels_last, at_once: see :class:`Filler`.
     """
 
@@ -57,7 +57,7 @@ class MapFiller(Filler):
 
     @cached_property
     def drops(self) -> bool:
-        """True if the U-Net has dropout, so that patches need keys for their masks."""
+        """True if the U-Net has dropout, so that patches need random keys for the masks."""
         return any(isinstance(layer, KeyedDropout) for layer in self.network.modules())
 
     def encode(self, x: Tensor, samples: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -65,7 +65,7 @@ class MapFiller(Filler):
 
         Args:
             x: the patches, (n, C, *patch).
-            samples: for each patch, the key of its dropout masks, in the encoder and in the
+            samples: for each patch, the random key of its dropout masks, in the encoder and in the
                 following :meth:`decode`.
 
         Returns:
@@ -82,9 +82,9 @@ class MapFiller(Filler):
         return z, skips
 
     def decode(self, z: Tensor, correction: Tensor, skips: dict[str, Tensor]) -> Tensor:
-        """Return the logits of patches, (n, K, *patch).
+        """Run the decoder, and return the logits of the patches, (n, K, *patch).
 
-        The patches must be the ones of the last call of :meth:`encode`.
+        The patches must be those of the last call of :meth:`encode`.
 
         Args:
             z: the coarse features that :meth:`encode` returned.
@@ -98,7 +98,9 @@ class MapFiller(Filler):
         return self.encode(x, samples)[0].flatten(1)
 
     def correction(self, features: Tensor, size: Sequence[int]) -> Tensor:
-        """Return the head's output for each patch of an image, (patches, s, *cells).
+        """Apply the head to an image's features; return its output per patch, (patches, s, *cells).
+
+        The output is to be added to the coarse features of the patch, of size ``cells``.
 
         Args:
             features: the coarse features of all patches, (patches, s * cells).
@@ -120,14 +122,14 @@ class MapFiller(Filler):
 
 
 class MapPredictor(Predictor):
-    """Predictor of label maps of whole images, with a U-Net that is applied patch by patch.
+    """Prediction of label maps of whole images by a U-Net that is applied patch by patch.
 
     For each image of which a rank predicts at least one tile, the rank first computes Z: the coarse
     features of all patches of the image (Gupta et al. 2023).
 
     Args:
         filler: the U-Net on a device; it also computes Z.
-        replicas: the ranks among which the tiles are dealt.
+        replicas: the communicator of the ranks among which the tiles are divided.
     """
 
     def __init__(self, filler: MapFiller, replicas):

@@ -36,9 +36,9 @@ def is_own(head: str) -> bool:
 
 
 def of_one_grid(head: str) -> bool:
-    """Return True if a head works for only one size of the grid of patches.
+    """Return True if a head works only for images with one grid of patches, such as 8 x 8.
 
-    A head from a user's function counts as one of these if the function has the parameter ``grid``.
+    This is assumed of a user's head if the user's function has the parameter ``grid``.
 
     Args:
         head: the value of ``patchgd.head``.
@@ -49,7 +49,7 @@ def of_one_grid(head: str) -> bool:
 def make_head(
     name: str, features: int, channels: int | None, outputs: int, grid: Sequence[int]
 ) -> nn.Module:
-    """Return a new head.
+    """Return a new head, the module that computes an image's output from all patches' features.
 
     Args:
         name: the value of ``patchgd.head``.
@@ -74,7 +74,7 @@ def make_head(
 
 
 def check_head(head: nn.Module, name: str, shape: Sequence[int], outputs: int) -> None:
-    """Refuse a head that does not take Z of this shape, (N, s, *grid).
+    """Refuse a head that does not take the features of all patches in this shape, (N, s, *grid).
 
     A head is also refused if it draws random numbers itself, because they would differ between
     ranks.
@@ -82,7 +82,7 @@ def check_head(head: nn.Module, name: str, shape: Sequence[int], outputs: int) -
     Args:
         head: the head.
         name: the value of ``patchgd.head``, for messages.
-        shape: the shape of Z.
+        shape: the shape (N, s, *grid) of the features of all patches of N images.
         outputs: K, the number of outputs that the head must return for each image.
 
     Raises:
@@ -104,7 +104,14 @@ def check_head(head: nn.Module, name: str, shape: Sequence[int], outputs: int) -
 
 
 def _check_call(head: nn.Module, name: str, z: Tensor, outputs: int) -> None:
-    """Refuse a head that fails on ``z``, draws random numbers, or returns another shape."""
+    """Refuse a head that fails on ``z``, draws random numbers, or returns a wrong shape.
+
+    Args:
+        head: the head.
+        name: the value of ``patchgd.head``, for messages.
+        z: the features of all patches, (N, s, *grid).
+        outputs: K; the head must return (N, K).
+    """
     what = f"patchgd.head {name} does not take a grid of {Size(z.shape[2:])} patches"
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         before = torch.get_rng_state()
@@ -138,16 +145,16 @@ _CALLED = {
 
 
 def _parameters(name: str) -> list[str]:
-    """Return the names of the parameters of a user's function."""
+    """Return the names of the parameters of the user's function that ``patchgd.head`` names."""
     with user_errors(f"patchgd.head {name!r} cannot be built"):
         return list(inspect.signature(own_builder(name, "patchgd.head")).parameters)
 
 
 def _own_head(name: str, features: int, outputs: int, grid: Sequence[int]) -> nn.Module:
-    """Return the head that a user's function builds.
+    """Call a user's function that builds a head, and return the head.
 
     The function is called with the number of features and the number of outputs. If it has the
-    parameter ``grid``, it also gets the grid.
+    parameter ``grid``, it also gets the grid of patches.
     """
     builder, takes = own_builder(name, "patchgd.head"), _parameters(name)
     given = {"features": features, "outputs": outputs, "grid": tuple(grid)}
@@ -181,7 +188,7 @@ class GridHead(nn.Module):
     the flattened result.
 
     Args:
-        features, channels, outputs: s, the width and K.
+        features, channels, outputs: s features per patch, the width of the head, K outputs.
         grid: the number of patches along each dim.
         keeping: the number of convolutions that keep the grid's size.
         dropout: the probability that a channel is dropped.
@@ -227,7 +234,7 @@ class AttentionHead(nn.Module):
     s is not the width, a linear layer first projects the features to the width.
 
     Args:
-        features, channels, outputs: s, the width and K.
+        features, channels, outputs: s features per patch, the width of the head, K outputs.
         heads: the number of attention heads, among which the width is divided.
         dropout: the probability that an element is dropped. Dropout is applied to tokens, attention
             weights and the results of the two parts.
@@ -277,7 +284,10 @@ class AttentionHead(nn.Module):
         return self.last(self.behind(tokens + self.drop_narrower(self.narrower(wide)))[:, 0])
 
     def _attended(self, tokens: Tensor) -> Tensor:
-        """Return the output of multi-head self-attention, (N, tokens, channels)."""
+        """Apply multi-head self-attention to tokens, and return the result of the same shape.
+
+        The shape is (N, tokens, channels). The projection after the attention is not applied.
+        """
         query, key, value = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for x in self.project(tokens).chunk(3, -1)
@@ -293,7 +303,7 @@ class ConvHead(nn.Module):
     grid, and a linear layer.
 
     Args:
-        features, channels, outputs: s, the width and K.
+        features, channels, outputs: s features per patch, the width of the head, K outputs.
         dims: the number of dims of the grid.
         largest: True for the maximum over all positions, False for the mean.
     """
@@ -326,7 +336,7 @@ class TransformerHead(nn.Module):
     mean of the encoder's output over the tokens.
 
     Args:
-        features, channels, outputs: s, the width and K.
+        features, channels, outputs: s features per patch, the width of the head, K outputs.
         layers: the number of layers of the transformer encoder.
         heads: the number of attention heads, among which the width is divided.
 

@@ -56,9 +56,11 @@ _NO_POOLING = (
 def heat_of(
     model: nn.Module, predictor: Predictor | PatchPredictor
 ) -> Callable[[ImageSource], Iterator[tuple[Box, np.ndarray]]]:
-    """Return a function that yields (tile, heat) for all tiles of an image of any size.
+    """Return a function that computes the heat map of an image: it yields (tile, heat).
 
-    The heat of a tile is (h, w) float32 and not negative. The function needs no other rank.
+    A heat map (Grad-CAM) shows on which parts of the image the network's output depends most. The
+    heat of a tile is (h, w) float32 and not negative. Images may have any size. The function needs
+    no other rank.
 
     Args:
         model: a plain network with its weights.
@@ -72,9 +74,10 @@ def heat_of(
 
 
 class _OfPatches:
-    """Function that yields the heat of an image, for a network of patches.
+    """Heat map of an image, for a network that sees the image as patches.
 
-    The heat is computed from Z, the features of all patches.
+    An object of this class is a function of an image that yields (tile, heat). The heat is computed
+    from the features of all patches.
     """
 
     def __init__(self, predictor: PatchPredictor):
@@ -98,9 +101,10 @@ class _OfPatches:
 
 
 class _OfPooled:
-    """Function that yields the heat of an image, for a network with a pooling over the image.
+    """Heat map of an image, for a network with a pooling over the whole image.
 
-    The heat is computed from the feature map that the last such pooling reads.
+    An object of this class is a function of an image that yields (tile, heat). The heat is computed
+    from the feature map that the last such pooling reads.
     """
 
     def __init__(self, model: nn.Module, predictor: Predictor):
@@ -164,7 +168,7 @@ class _OfPooled:
         return torch.from_numpy(found)[None].to(next(self.network.parameters()).dtype)
 
     def _drawing(self, gradients: Tensor, size: tuple[int, ...], cells: tuple[int, ...]) -> Network:
-        """Return a network whose output for an image of this size is its heat, (1, 1, *size).
+        """Return a network whose output for an image is its heat map, (1, 1, *size).
 
         Args:
             gradients: the weight of each channel in the heat, (C,). The channels are those of the
@@ -217,8 +221,8 @@ class _OfPooled:
                 out.
             more: further layers by name, in order. The first one reads the result of ``last``, and
                 each other one reads the result of the layer before it.
-            reads: the layers that a layer of ``more`` reads, by its name, if they differ from the
-                rule for ``more``.
+            reads: for a layer of ``more`` that reads other results: the names of the layers whose
+                results it reads.
         """
         wanted = {last}
         for name in reversed(list(self.network.reads)):
@@ -268,7 +272,7 @@ def _logit_gradients(given: Sequence[Tensor], answer: Callable[..., Tensor]) -> 
 
     Args:
         given: the tensors that ``answer`` takes.
-        answer: function that returns the logits of one image.
+        answer: a function of these tensors that returns the logits of one image.
     """
     given = [x.detach().requires_grad_() for x in given]
     logits = answer(*given).flatten()
@@ -280,13 +284,13 @@ def _logit_gradients(given: Sequence[Tensor], answer: Callable[..., Tensor]) -> 
 def picture(
     heat: Iterator[tuple[Box, np.ndarray]], source: ImageSource, data: Mapping
 ) -> np.ndarray:
-    """Return a picture (H, W, 3) uint8: the image, with the heat in red to yellow.
+    """Draw an image with its heat map over it, in red to yellow, as a picture (H, W, 3) uint8.
 
     The higher the heat is, the more its color hides the image. Images of more than 16 million
     pixels are shrunk by an integer factor.
 
     Args:
-        heat: the tiles of the image and their heat.
+        heat: the tiles of the image, each with its heat (h, w).
         source: the image.
         data: the section ``data`` of a run's manifest. Its ``mean`` and ``std``, one number per
             band, undo the normalization of the pixels.
@@ -324,11 +328,11 @@ def picture(
 
 
 def drawn_over(image: np.ndarray, heat: np.ndarray) -> np.ndarray:
-    """Return a picture (H, W, 3) uint8: a pale image, with the heat over it in red to yellow.
+    """Draw a heat map, in red to yellow, over a pale image; return the picture (H, W, 3) uint8.
 
     Args:
-        image: (H, W, 3) uint8.
-        heat: (H, W), from 0 to 1.
+        image: the colours of the image, (H, W, 3) uint8.
+        heat: the heat of each pixel, (H, W), from 0 to 1.
     """
     warm = np.stack((np.ones_like(heat), heat, 0.2 * heat), -1)
     share = (0.75 * heat)[..., None]

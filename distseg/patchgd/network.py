@@ -25,7 +25,7 @@ from distseg.tiling.tile import Box
 
 
 def starts_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) -> list[list[int]]:
-    """Return, for each dim, the first pixel of each patch along this dim.
+    """Return for each dim the positions, in pixels, at which patches begin along this dim.
 
     A patch begins every ``step`` pixels. The last patch is moved back so that it ends where the
     image ends. If the image is smaller than ``patch``, there is one patch, which begins at 0.
@@ -52,15 +52,18 @@ def patches_of(
 
 
 class PatchNetwork(nn.Module):
-    """Network (N, C, *size) -> (N, K): a head on the features of all patches.
+    """Network (N, C, *size) -> (N, K) that sees an image as a grid of patches.
+
+    The backbone computes s features of each patch. The head computes the output for the image from
+    the features of all patches.
 
     Args:
-        backbone: (N, C, *patch) -> (N, s), or (N, s, 1, ...).
-        head: (N, s, *grid) -> (N, K), for grids of any size.
+        backbone: a module (N, C, *patch) -> (N, s), or (N, s, 1, ...).
+        head: a module (N, s, *grid) -> (N, K). It must take every grid, unless ``made_for`` is set.
         patch: the size of a patch in pixels.
         step: the number of pixels from the start of one patch to the start of the next, along each
             dim; by default ``patch``.
-        outputs: K; only stored as an attribute.
+        outputs: K, the number of outputs; only stored as an attribute.
         made_for: the grid of patches that the head is made for; None if it takes any grid.
     """
 
@@ -93,7 +96,7 @@ class PatchNetwork(nn.Module):
 
     @property
     def begun(self) -> nn.Module:
-        """Part of the network that begins with the weights of ``train.init``: the backbone."""
+        """Part of the network that gets its first weights from ``train.init``: the backbone."""
         return self.backbone
 
     def patches(self, size: Sequence[int]) -> tuple[Box, ...]:
@@ -118,7 +121,10 @@ class PatchNetwork(nn.Module):
             )
 
     def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
-        """Return Z, (N, s, *grid), given the features (N, patches, s) of images of this size."""
+        """Arrange the features of all patches, (N, patches, s), as a grid: (N, s, *grid).
+
+        ``size`` is the size of the images in pixels.
+        """
         return features.movedim(1, -1).unflatten(-1, self.grid(size))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -67,13 +67,13 @@ _HELD = 8
 
 @dataclass(frozen=True)
 class Patches:
-    """Images of one step and one sample group, read patch by patch.
+    """Images of one batch of PatchGD and one sample group, which are read patch by patch.
 
     Args:
         store: the store that holds the images.
         samples: the images of this sample group, or crops of images.
         note: function that is called at each read with the number of bytes that are read.
-        step: the samples of this step in all sample groups.
+        step: the samples of this batch in all sample groups.
     """
 
     store: Store
@@ -83,12 +83,12 @@ class Patches:
 
     @cached_property
     def numbers(self) -> list[int]:
-        """Number of each image in the epoch."""
+        """Index of each image among the samples of the epoch, as a list."""
         return [sample.number for sample in self.samples]
 
     @cached_property
     def sizes(self) -> list[tuple[int, ...]]:
-        """Size of each image in pixels."""
+        """Size of each image in pixels, as a list."""
         return [tuple(sample.size) for sample in self.samples]
 
     @cached_property
@@ -111,9 +111,11 @@ class Patches:
             )
 
     def read(self, image: int, boxes: list[Box]) -> Tensor:
-        """Return patches of one size from one image, (boxes, C, *size).
+        """Return the pixels of patches of one image, (boxes, C, *size).
 
-        ``image`` is the index of the image in ``samples``.
+        Args:
+            image: the index of the image in ``samples``.
+            boxes: the boxes of the patches, all of the same size.
         """
         if self._held:
             return torch.stack([self._held[image][(..., *box.slices)] for box in boxes])
@@ -126,13 +128,13 @@ class Patches:
         return {}
 
     def order(self, image: int, key: int, count: int) -> np.ndarray:
-        """Return a random order of the numbers of an image's patches, drawn with ``key``.
+        """Return a random permutation of the indices of an image's patches, (count,).
 
-        The last order of each image is cached, because several iterations use parts of one order.
+        The last permutation of each image is cached, because several iterations use parts of it.
 
         Args:
             image: the index of the image in ``samples``.
-            key: the random key.
+            key: the random key that determines the permutation.
             count: the number of patches of the image.
         """
         known, order = self._orders.get(image, (None, None))
@@ -142,25 +144,25 @@ class Patches:
         return order
 
     def read_labels(self, image: int, box: Box) -> Tensor:
-        """Return the labels of some pixels of an image, (*box.size) uint8.
+        """Return the labels of a box of an image, (*box.size) uint8.
 
         Args:
             image: the index of the image in ``samples``.
-            box: the pixels, in the coordinates of the sample.
+            box: the box, in the coordinates of the sample.
         """
         self.note(label_bytes(self.store, self.samples[image], box))
         return read_labels(self.store, [self.samples[image]], box)[0]
 
 
 class PatchLoader:
-    """Source of the steps of an epoch for one sample group.
+    """Loader of the batches of images of an epoch, for one sample group and PatchGD.
 
     It has the interface of :class:`distseg.data.loader.StepLoader`, but yields images whose pixels
     are not read yet. The rank that computes a patch reads the patch.
 
     Args:
         store: the store.
-        data: the settings of the data, which give the size of a step, crops and augmentation.
+        data: the settings of the data, such as images per step, crops and augmentation.
         seed: the seed of the order of images, crops and augmentation.
         mesh: the mesh of ranks.
     """
@@ -171,7 +173,7 @@ class PatchLoader:
         self.steps_per_epoch = len(self._samples(0))
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Patches]:
-        """Yield the steps of epoch ``number``, beginning with ``first_step``."""
+        """Yield the batches of images of epoch ``number``, beginning with index ``first_step``."""
         steps, images = self._samples(number), self.data.images
         for k in range(first_step, len(steps)):
             self.steps_read += 1
@@ -272,16 +274,16 @@ class PatchEngine(ParameterUpdate):
     def step(self, images: Patches, rate: float) -> tuple[float, float]:
         """Train on a batch of images: fill Z, then run the inner iterations and their updates.
 
-        The update after every ``patchgd.accumulate`` inner iterations is an optimizer step. All
-        ranks must call it together.
+        Z are the features of all patches. The weights are updated after every
+        ``patchgd.accumulate`` inner iterations. All ranks must call it together.
 
         Args:
             images: the images of this sample group.
             rate: the learning rate.
 
         Returns:
-            The mean loss of the inner iterations, and the mean over the updates of the gradient's
-            norm before clipping.
+            The mean loss of the inner iterations, and the mean norm of the updates' gradients
+            before clipping.
         """
         losses, norms, inner = [], [], self.config.patchgd.inner or self._most_rounds(images)
         features, every = self.fill(images), self.config.patchgd.accumulate or inner
@@ -295,12 +297,12 @@ class PatchEngine(ParameterUpdate):
 
     @torch.no_grad()
     def fill(self, images: Patches) -> list[Tensor]:
-        """Return Z: for each image the features of all its patches, (patches, s).
+        """Compute Z: for each image the features of all its patches, (patches, s).
 
-        All ranks must call it together. All ranks of a tile group get the same result. The patches
-        are computed in rounds, a few of each image at a time. An image that needs fewer rounds than
-        other images is computed again in the remaining rounds, because norms share statistics
-        between images. Its part of Z keeps the first values.
+        All ranks must call it together. All ranks of a tile group, which share images, get the same
+        result. The patches are computed in rounds, a few of each image at a time. An image that
+        needs fewer rounds than other images is computed again in the remaining rounds, because
+        norms share statistics between images. Its part of Z keeps the first values.
         """
         counts = [len(self.network.patches(size)) for size in images.sizes]
         # With the scope "step", norms communicate with all sample groups, so all sample groups must
@@ -329,14 +331,14 @@ class PatchEngine(ParameterUpdate):
         return features
 
     def _first(self, images: Patches, pairs: list[tuple[int, int]], j: int) -> list[int]:
-        """Return the pairs that round ``j`` of filling computes for the first time.
+        """Return the indices of the pairs that round ``j`` of :meth:`fill` computes first.
 
-        The result are indices into ``pairs``. If an image needs at most ``j`` rounds, all its
-        patches were computed before, and its pairs are left out.
+        If an image needs at most ``j`` rounds, earlier rounds computed all its patches, and its
+        pairs are left out.
 
         Args:
             images: the images of this sample group.
-            pairs: the (image, patch) pairs of the round.
+            pairs: the patches of the round, as (index of the image, index of the patch).
             j: the index of the round, from 0.
         """
         turns = [self._rounds(size) for size in images.sizes]
@@ -345,12 +347,13 @@ class PatchEngine(ParameterUpdate):
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
         """Add this rank's part of the gradient of inner iteration ``j`` to each weight's ``grad``.
 
-        All ranks must call it together.
+        An inner iteration computes a few patches of each image anew, with gradients. All ranks must
+        call it together.
 
         Args:
             images: the images of this sample group.
-            features: Z, for each image (patches, s). The new features of the drawn patches are
-                written into it.
+            features: Z, the features of all patches, for each image (patches, s). The new features
+                of the drawn patches are written into it.
             j: the index of the inner iteration, from 0.
 
         Returns:
@@ -369,14 +372,14 @@ class PatchEngine(ParameterUpdate):
 
     @property
     def _at_once(self) -> bool:
-        """True if running statistics are updated in each forward pass, False if in each step."""
+        """True if forward passes update running statistics, False if updates of weights do."""
         return self.config.patchgd.statistics == "pass"
 
     def _update_statistics(self) -> None:
-        """Update the norms' running statistics after a forward pass.
+        """Update the norms' running statistics after a forward pass, if the settings ask for it.
 
-        Do so only with ``patchgd.statistics: pass``; otherwise the optimizer step updates them. All
-        sample groups must call it together.
+        This is so with ``patchgd.statistics: pass``; otherwise the update of the weights does it.
+        All sample groups must call it together.
         """
         if self._at_once:
             self.filler.commit_statistics(unbiased=True)
@@ -387,30 +390,32 @@ class PatchEngine(ParameterUpdate):
     def _rounds(self, size: Sequence[int]) -> int:
         """Return the number of draws after which every patch of an image has been drawn.
 
-        ``size`` is the size of the image in pixels.
+        A draw takes a few patches of the image. ``size`` is the size of the image in pixels.
         """
         count = len(self.network.patches(size))
         return math.ceil(count / self._drawn_of(count))
 
     def _most_rounds(self, images: Patches) -> int:
-        """Return how many rounds the largest image of the step needs, in any sample group.
+        """Return the largest number of rounds that an image of the batch needs.
 
-        A round computes a few patches of each image (:meth:`fill`).
+        A round computes a few patches of each image (:meth:`fill`). The images of all sample groups
+        count.
         """
         return max(self._rounds(sample.size) for sample in images.step)
 
     def _draw(self, images: Patches, what: str, j: int) -> list[tuple[int, int]]:
-        """Return the (image, patch) pairs that the tile group computes together in draw ``j``.
+        """Return the patches of all images that draw ``j`` takes.
 
-        Each image has a random order of its patches. Each draw takes the next k patches of this
-        order (:func:`drawn`). The last draw also repeats some patches if fewer than k are left.
-        Then a new order begins.
+        A patch is a pair (index of the image, index of the patch in the image). The ranks that
+        share the images compute these patches together. Each image has a random order of its
+        patches. Each draw takes the next k patches of this order (:func:`drawn`). If fewer than k
+        are left, the draw also repeats some patches. Then a new order begins.
 
         Args:
             images: the images of this sample group.
             what: part of the key of the order, ``fill`` or ``patches``, so that filling and inner
                 iterations use different orders.
-            j: the index of the draw, which is that of the inner iteration or of the round.
+            j: the index of the draw: the index of the inner iteration, or of the round of filling.
         """
         found = []
         for i, (number, size) in enumerate(zip(images.numbers, images.sizes)):
@@ -428,12 +433,12 @@ class PatchEngine(ParameterUpdate):
         return pairs[self.mesh.tiles.rank :: self.mesh.tiles.size]
 
     def _read(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
-        """Read and return the patches that this rank computes, (patches, C, *patch).
+        """Read and return the pixels of the patches that this rank computes, (patches, C, *patch).
 
         Args:
             images: the images of this sample group.
-            pairs: the (image, patch) pairs that the tile group computes together. This rank
-                computes its share.
+            pairs: the patches that all ranks of the tile group compute together, as (index of the
+                image, index of the patch). This rank computes its share of them.
         """
         self._hold(images, pairs)
         mine = by_image(self._mine(pairs))
@@ -447,8 +452,8 @@ class PatchEngine(ParameterUpdate):
 
         Args:
             images: the images of this sample group.
-            pairs: the (image, patch) pairs that the tile group computes together. This rank's
-                patches are its share of these pairs.
+            pairs: the patches that all ranks of the tile group compute together, as (index of the
+                image, index of the patch). This rank computes its share of them.
 
         Returns:
             True if the images are in memory.
@@ -460,10 +465,10 @@ class PatchEngine(ParameterUpdate):
         return few
 
     def _keys(self, images: Patches, pairs: list[tuple[int, int]]) -> list[int]:
-        """Return the key of the dropout masks of each patch that this rank computes.
+        """Return for each patch that this rank computes the random key of its dropout masks.
 
-        The keys are 0 if the network has no dropout. ``pairs`` are the (image, patch) pairs that
-        all ranks of the tile group compute together.
+        The keys are 0 if the network has no dropout. ``pairs`` are the patches that all ranks of
+        the tile group compute together, as (index of the image, index of the patch).
         """
         if not self.filler.drops:
             return [0] * len(self._mine(pairs))
@@ -471,7 +476,7 @@ class PatchEngine(ParameterUpdate):
 
     @contextmanager
     def _masks(self, what: str, j: int) -> Iterator[None]:
-        """Let dropout draw masks keyed by the epoch, ``what`` and ``j`` inside the context.
+        """Key dropout masks by the epoch, ``what`` and ``j`` during a ``with`` block.
 
         Args:
             what: a name of the forward pass, such as ``fill`` or ``head``.
@@ -485,21 +490,24 @@ class PatchEngine(ParameterUpdate):
             self.context.epoch = epoch
 
     def _shared(self, made: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the features of all (image, patch) pairs on every rank, (pairs, s).
+        """Return the features of patches on every rank of the tile group, (pairs, s).
 
-        ``made`` are the features of the pairs that this rank computed.
+        Args:
+            made: the features of the patches that this rank computed.
+            pairs: the patches that all ranks computed together, as (index of the image, index of
+                the patch).
         """
         return shared(made, len(pairs), self.mesh.tiles, self.device)
 
     def _head(self, images: Patches, block: list[Tensor]) -> float:
-        """Return the loss of the head's output over all sample groups, and run its backward pass.
+        """Run the head forward and backward, and return the loss over all sample groups.
 
         The gradient with respect to Z is added to the ``grad`` of the tensors in ``block``. Each
         image is counted on only one rank of the tile group.
 
         Args:
             images: the images of this sample group.
-            block: Z, for each image (patches, s).
+            block: Z, the features of all patches, for each image (patches, s).
         """
         logits = self.filler.logits(block, images.sizes, images.numbers)
         self._update_statistics()
@@ -517,7 +525,7 @@ class PatchEngine(ParameterUpdate):
         counts: bool = True,
         constant_sums: Tensor | None = None,
     ) -> float:
-        """Compute the loss from partial sums of all ranks, run the backward pass, and return it.
+        """Compute the loss from partial sums of all ranks, run its backward pass, return the loss.
 
         All ranks must call this method together. The loss is a function of a table with the sums of
         each image; rows of the same image are added up.
@@ -546,7 +554,7 @@ class PatchEngine(ParameterUpdate):
         return value
 
     def _update(self, rate: float, iterations: int) -> float:
-        """Make an optimizer step on the mean gradient of ``iterations`` inner iterations.
+        """Update the weights by the mean gradient of the last ``iterations`` inner iterations.
 
         Returns:
             The norm of the gradient before clipping.
@@ -565,7 +573,10 @@ class PatchEngine(ParameterUpdate):
         return norm
 
     def pixels(self, images: Patches) -> int:
-        """Return the number of pixels of this group's images, times the number of sample groups."""
+        """Return the pixels of this group's images, times the number of sample groups.
+
+        It stands for the pixels of all sample groups.
+        """
         return self.mesh.shape.samples * sum(math.prod(size) for size in images.sizes)
 
     def watch_step(self, watch: Callable[[float], None]) -> None:
@@ -577,7 +588,7 @@ class PatchEngine(ParameterUpdate):
 
 
 def check_images(store: Store, data: DataBase, settings: PatchgdConfig, tiles: Size) -> None:
-    """Refuse a store whose images cannot be trained on.
+    """Refuse a store with images on which PatchGD cannot train.
 
     Args:
         store: the store.
@@ -616,12 +627,12 @@ def check_images(store: Store, data: DataBase, settings: PatchgdConfig, tiles: S
 
 
 def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> None:
-    """Write the features of some patches into tables that have a row for each patch, in place.
+    """Write rows, such as the features of patches, into the table of each patch's image, in place.
 
     Args:
-        features: a table for each image, (patches, s).
-        pairs: the (image, patch) pairs to write, sorted by image.
-        rows: the features of these pairs, (pairs, s).
+        features: for each image a table with one row per patch, (patches, s).
+        pairs: the patches to write, as (index of the image, index of the patch), sorted by image.
+        rows: the new rows of these patches, (pairs, s).
     """
     those = by_image(pairs)
     for (i, patches), own in zip(those.items(), rows.split([*map(len, those.values())])):
@@ -629,10 +640,12 @@ def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> N
 
 
 def drawn(share: float, patches: int) -> int:
-    """Return k, the number of patches of an image that an inner iteration draws.
+    """Return how many patches of an image are drawn at a time.
 
-    A ``share`` of at most 1 is a fraction of ``patches``; the product is rounded up. A larger
-    ``share`` is the number of patches itself.
+    Args:
+        share: the setting ``patchgd.sampled``. Up to 1 it is a fraction of ``patches``; the product
+            is rounded up. A larger value is the number of patches itself.
+        patches: the number of patches of the image, which is also the largest result.
     """
     # A product such as 0.07 * 100 is a little above 7 and must not be rounded up to 8.
     wanted = math.ceil(share * patches - 1e-9) if share <= 1 else int(share)

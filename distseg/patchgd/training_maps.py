@@ -30,9 +30,9 @@ from distseg.patchgd.training import PatchEngine, Patches, put
 
 
 class MapEngine(PatchEngine):
-    """U-Net of patches, ready to train by PatchGD.
+    """Trainer of a U-Net that is applied to patches, by PatchGD (Gupta et al. 2023).
 
-    It takes the arguments of :class:`PatchEngine`.
+    The images have labels of pixels. The arguments are those of :class:`PatchEngine`.
     """
 
     _answers: list[Tensor] | None = None
@@ -48,9 +48,10 @@ class MapEngine(PatchEngine):
         )
 
     def fill(self, images: Patches) -> list[Tensor]:
-        """Return Z as :meth:`PatchEngine.fill` does; also fill y if ``patchgd.y_filling`` is set.
+        """Compute and return Z, the coarse features of all patches, as :meth:`PatchEngine.fill`.
 
-        y is the output for all pixels of the images. Only its loss sums are stored.
+        With ``patchgd.y_filling``, the network's output for all pixels of the images is computed
+        too, and the partial sums of the loss of each patch are stored.
         """
         features = super().fill(images)
         self._answers = self._filled(images, features) if self.config.patchgd.y_filling else None
@@ -58,13 +59,13 @@ class MapEngine(PatchEngine):
 
     @torch.no_grad()
     def _filled(self, images: Patches, features: list[Tensor]) -> list[Tensor]:
-        """Return the partial sums of the loss for all patches of each image, (patches, sums).
+        """Compute for each image the partial sums of the loss in all its patches, (patches, sums).
 
         All ranks of a tile group must call it together, and get the same result.
 
         Args:
             images: the images of this sample group.
-            features: Z, for each image (patches, s * cells).
+            features: Z, the coarse features of all patches, for each image (patches, s * cells).
         """
         found = [torch.zeros(len(rows), self.loss.sums, dtype=torch.float64) for rows in features]
         correction = [
@@ -83,9 +84,12 @@ class MapEngine(PatchEngine):
         return found
 
     def _sums(self, found: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the loss sums of all (image, patch) pairs on every rank, (pairs, sums).
+        """Return the partial sums of the loss for patches on every rank, (pairs, sums).
 
-        ``found`` are the sums of the pairs that this rank computed.
+        Args:
+            found: the partial sums of the patches that this rank computed.
+            pairs: the patches that all ranks of the tile group computed together, as (index of the
+                image, index of the patch).
         """
         return shared(
             found.detach().double().cpu(), len(pairs), self.mesh.tiles, torch.device("cpu")
@@ -99,7 +103,8 @@ class MapEngine(PatchEngine):
 
         Args:
             images: the images of this sample group.
-            pairs: the (image, patch) pairs that the tile group computes together.
+            pairs: the patches that all ranks of the tile group compute together, as (index of the
+                image, index of the patch). This rank computes its share of them.
         """
         found = []
         for i, p in self._mine(pairs):
@@ -113,14 +118,14 @@ class MapEngine(PatchEngine):
         return torch.stack(found).to(self.device)
 
     def _sums_of_undrawn(self, pairs: list[tuple[int, int]]) -> Tensor | None:
-        """Return, for each image, the loss sums of its patches that are not drawn, (images, sums).
+        """Return for each image the loss's partial sums over the patches that are not drawn.
 
         Args:
-            pairs: the (image, patch) pairs that are drawn.
+            pairs: the patches that are drawn, as (index of the image, index of the patch).
 
         Returns:
-            The sums on the first rank of the tile group; None on the other ranks, so that the sums
-            are counted once. None on all ranks without ``patchgd.y_filling``.
+            (images, sums) on the first rank of the tile group; None on the other ranks, so that
+            the sums are counted once. None on all ranks without ``patchgd.y_filling``.
         """
         if self._answers is None or self.mesh.tiles.rank:
             return None
@@ -134,12 +139,13 @@ class MapEngine(PatchEngine):
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
         """Add this rank's part of the gradient of inner iteration ``j`` to each weight's ``grad``.
 
-        All ranks must call it together.
+        An inner iteration computes a few patches of each image anew, with gradients. All ranks must
+        call it together.
 
         Args:
             images: the images of this sample group.
-            features: Z, for each image (patches, s * cells). The new features of the drawn patches
-                are written into it.
+            features: Z, the coarse features of all patches, for each image (patches, s * cells).
+                The new features of the drawn patches are written into it.
             j: the index of the inner iteration, from 0.
 
         Returns:

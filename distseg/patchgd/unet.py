@@ -30,16 +30,19 @@ _UP = (nn.Upsample, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class PatchUNet(PatchNetwork):
-    """Network (N, C, *size) -> (N, K, *size): a U-Net on patches, with context from all patches.
+    """Network (N, C, *size) -> (N, K, *size) that applies a U-Net to the patches of an image.
+
+    Between encoder and decoder, a head reads the coarse features of all patches, and adds its
+    output to the features of each patch.
 
     Args:
-        unet: (N, C, *patch) -> (N, K, *patch); a U-Net that is a list of layer calls. All its skips
-            must start in the encoder and end in the decoder (:func:`halves`).
+        unet: a U-Net (N, C, *patch) -> (N, K, *patch), whose forward is a list of layer calls. All
+            its skips must start in the encoder and end in the decoder (:func:`halves`).
         patch, step, outputs: see :class:`PatchNetwork`.
         channels: the width of the head.
 
     Raises:
-        ValueError: the network does not have this form, or it has batch norm.
+        ValueError: ``unet`` does not have this form, or it has batch norm.
     """
 
     of_image = False
@@ -85,11 +88,11 @@ class PatchUNet(PatchNetwork):
         return self
 
     def own(self, size: Sequence[int]) -> list[Box]:
-        """Return the box of the image that each patch owns.
+        """Return for each patch the box of the image whose output is taken from this patch.
 
-        Along each dim, the box reaches from the start of the patch to the start of the next patch,
-        or for the last patch to the end of the image. The boxes do not overlap, and together they
-        cover the image.
+        Patches may overlap, but these boxes do not, and together they cover the image. Along each
+        dim, the box reaches from the start of the patch to the start of the next patch, or for the
+        last patch to the end of the image.
         """
         spans = []
         for starts, n in zip(starts_of(size, self.patch, self.step), size):
@@ -102,7 +105,7 @@ class PatchUNet(PatchNetwork):
         return [Box(*zip(*(spans[d][k] for d, k in enumerate(cell)))) for cell in grid]
 
     def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
-        """Return Z, (N, s, *(grid * cells)), for images of this size.
+        """Arrange the coarse features of all patches side by side: (N, s, *(grid * cells)).
 
         ``grid`` is the number of patches along each dim, and ``cells`` is the size of a patch's
         coarse feature map.
@@ -119,9 +122,10 @@ class PatchUNet(PatchNetwork):
         )
 
     def correction(self, features: Tensor, size: Sequence[int]) -> Tensor:
-        """Return the head's output for each patch, (N, patches, s, *cells).
+        """Apply the head to all patches; return its output for each, (N, patches, s, *cells).
 
-        ``cells`` is the size of a patch's coarse feature map, and s its number of channels.
+        It is to be added to the coarse features of the patch. ``cells`` is the size of a patch's
+        coarse feature map, and s its number of channels.
 
         Args:
             features: the coarse features of all patches, (N, patches, s * cells).
@@ -155,7 +159,7 @@ def _flat(name: str) -> str:
 
 
 def halves(unet: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
-    """Return (name, layer) of all layers of a U-Net's encoder, and of all layers of its decoder.
+    """Split a U-Net; return (name, layer) of all encoder layers, and of all decoder layers.
 
     The decoder begins with the first upsampling after the start of the last skip. The last layer of
     the encoder thus has the coarsest features.

@@ -27,17 +27,18 @@ def patch_network(
     outputs: int,
     head: nn.Module | None = None,
 ) -> PatchNetwork:
-    """Return a network of patches with the head that ``patchgd.head`` names.
+    """Return a network that sees an image as patches: a backbone, and the head ``patchgd.head``.
 
-    The initial weights of the head are drawn with ``model.seed``.
+    For labels of pixels it is a U-Net of patches. The initial weights of the head are drawn with
+    ``model.seed``.
 
     Args:
         settings: the settings of PatchGD.
         model: the settings of the backbone.
-        made: function that returns a backbone, given the number of its outputs. This number is
+        made: a function of the number of outputs that returns a backbone. The number is
             ``patchgd.features``; for labels of pixels it is ``outputs``.
         outputs: the number of outputs of the whole network.
-        head: a head that is used instead of the one that ``patchgd.head`` names.
+        head: a head that is used instead of the one that ``patchgd.head`` names; None for that one.
 
     Raises:
         ValueError: PatchGD cannot train the network or the head.
@@ -91,6 +92,7 @@ def with_grid(settings: PatchgdConfig, size: Sequence[int]) -> PatchgdConfig:
     already, or ``size`` and ``patch`` have different numbers of dims.
 
     Args:
+        settings: the settings of PatchGD.
         size: the size of the training images in pixels.
 
     Raises:
@@ -116,13 +118,13 @@ def check_grids(
     images: int,
     samples: int,
 ) -> None:
-    """Refuse the network's head if it cannot take the patches of images of these sizes.
+    """Refuse a network whose head cannot take the grids of patches that images of these sizes have.
 
     Args:
-        network: the network of patches.
+        network: the network, which sees an image as patches.
         settings: the settings of PatchGD.
         sizes: the sizes of images in pixels.
-        images: number of images of a sample group in a step.
+        images: number of images that a sample group has in a step.
         samples: number of sample groups.
 
     Raises:
@@ -154,7 +156,7 @@ def check_grids(
 
 
 def _check_unread(settings: PatchgdConfig) -> None:
-    """Refuse settings that have no effect with a U-Net of patches."""
+    """Refuse settings of PatchGD that have no effect if the network is a U-Net of patches."""
     unread = {
         "features": "Z is the coarse features of the U-Net",
         "head": "the head of a U-Net is two convolutions",

@@ -63,7 +63,7 @@ def _locked_folder(folder: Path) -> IO:
 
 
 class PartialMap:
-    """Class map of one image that grows in a folder, tile by tile.
+    """Class map of one image that is written to a folder tile by tile, and can be continued.
 
     The folder holds the array ``classes``, (*size) uint8, and optionally the array
     ``probabilities``, (likely, *size) float16.

@@ -35,7 +35,7 @@ def focus_of(store: Store, split: str, data: DataBase) -> Focus | None:
         data: the settings of the section ``data``.
 
     Raises:
-        ValueError: see :class:`Focus`.
+        ValueError: the settings do not fit the store (:class:`Focus`).
     """
     if data.focus_class is not None:
         return Focus(store, split, {data.focus_class: 1.0}, "focus_class")

@@ -87,7 +87,7 @@ def blocks(
 def _places(
     samples: Sequence[Sample], grid, per_rank, coordinates, reach: ReceptiveField
 ) -> Iterator[tuple[list[Sample], TilePlacement]]:
-    """Yield the samples of one size and the placement of a tile, for each size and own tile.
+    """Yield samples of one size and a tile's placement, for each size and tile of this rank.
 
     The arguments are those of :func:`pieces`.
     """

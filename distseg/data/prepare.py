@@ -77,7 +77,7 @@ def prepare_folder(
         seed: seed of the random assignment to splits. The assignment uses the names of the files,
             not their content.
         ignore: label of pixels to ignore, after the mapping by ``values``.
-        values: map from mask values to labels, such as {255: 1}. Every other mask value is a label
+        values: dict from mask values to labels, such as {255: 1}. Every other mask value is a label
             itself.
         overwrite: True if an existing store may be replaced.
         bands: names of the bands; by default band0, band1 and so on.

@@ -217,7 +217,7 @@ def _unturned(sample: Sample, box: Box) -> Box:
 
 
 def _with_margin(sample: Sample, box: Box) -> Box:
-    """Return the box of the crop for ``box``, enlarged by the pixels that the blur reads.
+    """Return the box of the crop from which ``box`` of a sample is computed, with pixels for blur.
 
     The result is in the crop before ``sample.turn`` flips or rotates it.
     """

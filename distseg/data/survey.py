@@ -43,7 +43,7 @@ class Values:
 
 
 class Survey:
-    """Check that the masks of each split contain all classes.
+    """Checker that finds out if the masks of each split contain all classes.
 
     Args:
         pairs: images with their masks; images without a mask are left out.

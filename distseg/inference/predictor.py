@@ -380,10 +380,9 @@ class Predictor:
             yield from self._in_blocks(source, mine)
 
     def computed(self, size, numbers: Sequence[int] | None = None) -> Iterator[tuple[int, Box]]:
-        """Yield (layer number, output box) for all that this rank would compute in a prediction.
+        """Yield (layer number, output box) for each layer and tile that this rank would compute.
 
-        There is a box for each layer and each tile; nothing is computed. Benchmarks use it to count
-        the work of a prediction.
+        Nothing is computed. Benchmarks use it to count the work of a prediction.
         Models that are computed window by window are not supported.
 
         Args:
@@ -619,7 +618,7 @@ class Predictor:
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def _first(self, count: int):
-        """Return the communicator of the first ``count`` ranks; other ranks get one of the others.
+        """Return a communicator of the first ``count`` ranks or, on other ranks, of the others.
 
         All ranks must call it together. The first ranks compute images that have fewer tiles than
         there are ranks.
@@ -669,7 +668,7 @@ class Predictor:
 class Share:
     """Part of the work of a rank: the index of an image, and the indices of tiles to compute.
 
-    ``tiles`` is None if the image's ranks compute all of its tiles together.
+    ``tiles`` is None if all tiles are to be computed, by the ranks that share the image.
     """
 
     image: int

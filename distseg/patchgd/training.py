@@ -155,7 +155,7 @@ class Patches:
 
 
 class PatchLoader:
-    """Loader of the batches of images of an epoch, for one sample group and PatchGD.
+    """Loader of the batches of images that PatchGD trains on, for one sample group.
 
     It has the interface of :class:`distseg.data.loader.StepLoader`, but yields images whose pixels
     are not read yet. The rank that computes a patch reads the patch.
@@ -331,10 +331,10 @@ class PatchEngine(ParameterUpdate):
         return features
 
     def _first(self, images: Patches, pairs: list[tuple[int, int]], j: int) -> list[int]:
-        """Return the indices of the pairs that round ``j`` of :meth:`fill` computes first.
+        """Return the indices of the pairs whose features round ``j`` of :meth:`fill` puts into Z.
 
-        If an image needs at most ``j`` rounds, earlier rounds computed all its patches, and its
-        pairs are left out.
+        Z are the features of all patches. If an image needs at most ``j`` rounds, earlier rounds
+        computed all its patches, and its pairs are left out.
 
         Args:
             images: the images of this sample group.
@@ -575,7 +575,7 @@ class PatchEngine(ParameterUpdate):
     def pixels(self, images: Patches) -> int:
         """Return the pixels of this group's images, times the number of sample groups.
 
-        It stands for the pixels of all sample groups.
+        This estimates the pixels of the images of all sample groups.
         """
         return self.mesh.shape.samples * sum(math.prod(size) for size in images.sizes)
 
@@ -627,10 +627,10 @@ def check_images(store: Store, data: DataBase, settings: PatchgdConfig, tiles: S
 
 
 def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> None:
-    """Write rows, such as the features of patches, into the table of each patch's image, in place.
+    """Write rows of some patches, such as their features, into the tables of all patches.
 
     Args:
-        features: for each image a table with one row per patch, (patches, s).
+        features: for each image the table with one row per patch, (patches, s), which is changed.
         pairs: the patches to write, as (index of the image, index of the patch), sorted by image.
         rows: the new rows of these patches, (pairs, s).
     """

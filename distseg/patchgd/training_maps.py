@@ -48,7 +48,7 @@ class MapEngine(PatchEngine):
         )
 
     def fill(self, images: Patches) -> list[Tensor]:
-        """Compute and return Z, the coarse features of all patches, as :meth:`PatchEngine.fill`.
+        """Compute and return Z, the coarse features of all patches, like :meth:`PatchEngine.fill`.
 
         With ``patchgd.y_filling``, the network's output for all pixels of the images is computed
         too, and the partial sums of the loss of each patch are stored.
@@ -59,7 +59,9 @@ class MapEngine(PatchEngine):
 
     @torch.no_grad()
     def _filled(self, images: Patches, features: list[Tensor]) -> list[Tensor]:
-        """Compute for each image the partial sums of the loss in all its patches, (patches, sums).
+        """Apply the U-Net to all patches; return the loss's partial sums of each, (patches, sums).
+
+        The result has one tensor for each image.
 
         All ranks of a tile group must call it together, and get the same result.
 

@@ -25,7 +25,7 @@ class Opacity:
 
     @property
     def between(self) -> float:
-        """The share of values that are neither 0 nor the largest value seen."""
+        """The share of the added alpha values that are neither 0 nor the largest value added."""
         there, counted = np.flatnonzero(self._counts), int(self._counts.sum())
         return sum(int(self._counts[value]) for value in there[:-1] if value) / max(1, counted)
 

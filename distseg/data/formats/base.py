@@ -118,7 +118,7 @@ _OF_THE_WHOLE = "bands dtype coded nodata colours notes palette lossy kept sourc
 
 
 class _Excerpt(Reader):
-    """Base class of readers of a slice or a part of an image; both appear as an image.
+    """Base class of readers that present a slice or a part of an image as an image of its own.
 
     Facts of the header, such as bands and dtype, are taken from the reader of the whole image.
 

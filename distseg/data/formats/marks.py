@@ -182,7 +182,7 @@ def tiff_colours(page, bands: int) -> str | None:
 def _late_exif(path: Path) -> bytes:
     """Return the EXIF data of a PNG file; empty if it has none.
 
-    Pillow finds only EXIF data before the pixels; here data after the pixels are found too.
+    They may follow the pixels, which Pillow would decode to find them; here they are skipped.
     """
     with open(path, "rb", buffering=0) as file:
         file.seek(8)

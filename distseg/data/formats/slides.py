@@ -16,10 +16,10 @@ _PIXEL = re.compile(r"\|\s*MPP\s*=\s*(\d+\.?\d*|\.\d+)\s*(?:\||$)")  # micrometr
 
 
 def place_of_slide(description: str) -> Georeference | None:
-    """Return the size of a slide's pixels as a georeference; None if it is unknown.
+    """Return the pixel size of a whole-slide image as a georeference; None if it is unknown.
 
     Args:
-        description: the description of a TIFF page.
+        description: the text in the tag ImageDescription of the image's TIFF page.
     """
     found = _PIXEL.search(description) if description.startswith(_MAKER) else None
     if found is None or not float(found[1]):

@@ -68,7 +68,8 @@ def _by_kind(
 ) -> Iterator[tuple[int, TiffPageSeries]]:
     """Split a series by the kinds of its pages: yield (kind, series of the pages of this kind).
 
-    This is needed because tifffile puts an image and a mask of the same form into one series.
+    This is needed because tifffile puts an image and a mask of the same shape and dtype into one
+    series.
 
     Args:
         path: the file, for the message.

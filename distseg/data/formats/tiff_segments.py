@@ -137,10 +137,10 @@ class Segments:
         return np.memmap(self.path, stored, "r", self._series.dataoffset, tuple(shape))
 
     def _check_pages(self) -> None:
-        """Refuse pages in other files, and pages along several axes, such as slices and bands.
+        """Refuse a series with pages in other files, or along several axes (slices and bands).
 
         Raises:
-            ValueError: there are such pages; the message names the repair.
+            ValueError: the series is refused; the message names the repair.
         """
         if any(page is None for page in self._series.pages):
             raise ValueError(

@@ -23,7 +23,7 @@ _PIECE = 1 << 22  # bytes that are unpacked at a time
 
 
 class VoxelReader(Reader):
-    """Reader of a volume, or of an image if it has a single slice.
+    """Base class of readers of a volume (NIfTI, NRRD), or of an image if it has one slice.
 
     A subclass sets ``size`` and ``bands`` from the file's header and then calls
     :meth:`_take_voxels`.

@@ -389,7 +389,7 @@ class ChunkedArray:
         return found
 
     def _check(self, index: tuple[int, ...]) -> None:
-        """Refuse a chunk that would unpack to far more bytes than it should, and fill the memory.
+        """Refuse a chunk that would unpack to far more bytes than it should, so that memory fills.
 
         Args:
             index: the number of the chunk or shard along each axis of the array.

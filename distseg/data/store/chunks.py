@@ -231,7 +231,7 @@ class Chunked:
 
 
 class ChunkReader(Chunked):
-    """Reader of boxes of a chunked dataset.
+    """Reader of boxes of a chunked HDF5 dataset; it reads chunks by system calls, not by HDF5.
 
     Args:
         handle: file descriptor of the open file.

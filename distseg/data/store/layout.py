@@ -89,7 +89,9 @@ def pixel_chunk(bands: int, size, itemsize: int) -> tuple[int, ...]:
 
 
 def file_chunk(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the size of a chunk of the pixels in an image file: all bands of a box of pixels.
+    """Return the size of the chunks whose checksums a store holds for pixels in an image file.
+
+    A chunk has all bands of a box of pixels.
 
     Args:
         shape: (bands, *size).

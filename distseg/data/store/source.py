@@ -229,7 +229,7 @@ def check_unchanged(sources: Sequence[Source], store: str) -> None:
 
 
 def _files(sources: Sequence[Source]) -> list[SourceFile]:
-    """Return all files of these sources; a file that several sources name is there once."""
+    """Return all files of these sources; a file that several sources name is returned once."""
     return list(dict.fromkeys(file for source in sources for file in source.files))
 
 

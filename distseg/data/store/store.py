@@ -114,7 +114,7 @@ class Store:
 
     @property
     def bands(self) -> int:
-        """The number of bands."""
+        """The number of bands of the images in the store."""
         return len(self.band_names)
 
     def split(self, name: str) -> list[str]:
@@ -465,7 +465,7 @@ class Store:
 
 
 def shrunken(pixels: np.ndarray, by: int) -> np.ndarray:
-    """Return an image shrunk to means of blocks, (bands, *(size // by)) float32.
+    """Return the mean of each block of pixels of an image, (bands, *(size // by)) float32.
 
     A block has ``by`` pixels a side. Rows and columns that fill no whole block are dropped.
     ``pixels`` is (bands, *size).

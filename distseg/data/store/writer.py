@@ -38,7 +38,7 @@ def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, planes: int) -> i
 
 
 class StoreWriter:
-    """Writer of a store.
+    """Writer of a store: one HDF5 file with images, their labels and statistics for training.
 
     ::
 

@@ -193,8 +193,8 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
     Names are sorted by a random number that depends only on the seed and the name. The sorted list
     is then cut in proportion to the shares of train, val and test. A split with a share above 0
     gets at least one name if there are enough names. If there are at least 12 names, a split whose
-    share is more than one name gets at least two, because one image would not show how much scores
-    differ between images.
+    share is more than one name gets at least two. One image would not show how much scores differ
+    between images.
 
     Args:
         names: the names, all different.

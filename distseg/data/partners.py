@@ -9,10 +9,10 @@ from collections.abc import Sequence
 def partners(images: Sequence[str], masks: Sequence[str]) -> dict[str, str]:
     """Return the name of the mask that belongs to each image, as a dict from images to masks.
 
-    Parts that all names of masks, or all names of images, have in common at their beginning or end
-    are ignored if this pairs all images with all masks in exactly one way. Otherwise only images
-    and masks with equal names are paired. For example, the images ``a_1`` and ``a_2`` are paired
-    with the masks ``a_1_mask`` and ``a_2_mask``.
+    Names match if they are equal without a beginning and an end that all names of masks, or all
+    names of images, have in common. This rule is used only if it pairs all images with all masks in
+    exactly one way. Otherwise only images and masks with equal names are paired. For example, the
+    images ``a_1`` and ``a_2`` are paired with the masks ``a_1_mask`` and ``a_2_mask``.
 
     Args:
         images: names of images without endings, all different.

@@ -211,10 +211,10 @@ def prepare_folder(
 def summary(store: Store) -> str:
     """Return a text with a table of the store's splits, and with notes on classes without pixels.
 
-    The table has one row per split: its number of images, their sizes, the number of pixels, the
-    share of each class among the labelled pixels, and the shares of pixels without label and
-    without data. For labels of whole images, the number of classes and of images per class replace
-    the shares of classes, or the range of the labels if they are numbers.
+    The table has one row per split. Its columns are the number of images, their sizes, the number
+    of pixels, the share of each class among the labelled pixels, and the shares of pixels without
+    label and without data. For labels of whole images, the columns of the classes are replaced: by
+    the numbers of classes and of images per class, or by the range of labels that are numbers.
     """
     splits = sorted(store.splits, key=_split_order)
     return "\n".join(

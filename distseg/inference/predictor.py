@@ -162,8 +162,8 @@ class Predictor:
         """Return the number of tiles of an image along each dim.
 
         A tile is at most as large as the setting ``predict.tile`` or, with a budget, as the budget
-        allows. The size of a tile that is smaller than the image is rounded down to a multiple of
-        the model's total stride, but is at least one stride.
+        allows. If tiles are smaller than the image, their size is rounded down to a multiple of the
+        model's total stride, but is at least one stride.
         """
         steps = (
             n if t >= n else max(1, t // s) * s

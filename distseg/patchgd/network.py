@@ -62,7 +62,7 @@ class PatchNetwork(nn.Module):
         head: a module (N, s, *grid) -> (N, K). It must take every grid, unless ``made_for`` is set.
         patch: the size of a patch in pixels.
         step: the number of pixels from the start of one patch to the start of the next, along each
-            dim; by default ``patch``.
+            dim; None for ``patch``.
         outputs: K, the number of outputs; only stored as an attribute.
         made_for: the grid of patches that the head is made for; None if it takes any grid.
     """

@@ -199,7 +199,9 @@ class PatchEngine(ParameterUpdate):
         config: the settings of the run.
         mesh: the mesh of ranks.
         network: the network of patches. It is changed in place.
-        device, precision, channels_last: see :class:`distseg.training.engine.Engine`.
+        device: the device to compute on.
+        precision: fp32, bf16 (autocast) or fp64.
+        channels_last: True for the channels_last memory format.
     """
 
     partition = None

@@ -38,7 +38,10 @@ class PatchUNet(PatchNetwork):
     Args:
         unet: a U-Net (N, C, *patch) -> (N, K, *patch), whose forward is a list of layer calls. All
             its skips must start in the encoder and end in the decoder (:func:`halves`).
-        patch, step, outputs: see :class:`PatchNetwork`.
+        patch: the size of a patch in pixels.
+        step: the number of pixels from the start of one patch to the start of the next, along each
+            dim; None for ``patch``.
+        outputs: K, the number of outputs for each pixel; only stored as an attribute.
         channels: the width of the head.
 
     Raises:
@@ -91,8 +94,8 @@ class PatchUNet(PatchNetwork):
         """Return for each patch the box of the image whose output is taken from this patch.
 
         Patches may overlap, but these boxes do not, and together they cover the image. Along each
-        dim, the box reaches from the start of the patch to the start of the next patch, or for the
-        last patch to the end of the image.
+        dim, the box reaches from the start of the patch to the start of the next patch. The box of
+        the last patch reaches to the end of the image.
         """
         spans = []
         for starts, n in zip(starts_of(size, self.patch, self.step), size):

@@ -132,10 +132,10 @@ class StoredCorners:
 class Outlines:
     """Outlines of the objects of a label map that are not complete, because more rows follow.
 
-    The corners of the outlines are in a scratch file, which holds two kinds of records. A piece is
-    the position of the next piece of its chain, the number of its corners, and the corners. A ring
-    is the position of the ring of its object that was closed before it, the position of its first
-    piece, and the number of its corners.
+    The corners of the outlines are in a scratch file, which holds two kinds of records. A record of
+    a piece has the position of the next piece of its chain, the number of its corners, and the
+    corners. A record of a ring has the position of the object's ring that was closed before it, the
+    position of its first piece, and the number of its corners.
 
     Args:
         width: number of columns of the map.

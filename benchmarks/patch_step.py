@@ -25,8 +25,8 @@ from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.models.network import user_names
 from distseg.models.zoo import plain_model
-from distseg.patchgd.heads import make_head
-from distseg.patchgd.training import PatchEngine, Patches, PatchLoader
+from distseg.training.patchgd.engine import PatchEngine, Patches, PatchLoader
+from distseg.training.patchgd.heads import make_head
 from distseg.training.run_config import network_of
 
 _RATE, _TOLERANCE, _PATCH = 1e-3, 1e-12, 64

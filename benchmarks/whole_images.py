@@ -54,12 +54,12 @@ from distseg.data.store.store import Store, normalised
 from distseg.inference.images import evaluate_images
 from distseg.inference.predictor import Predictor
 from distseg.models.zoo import plain_model
-from distseg.patchgd.training import PatchEngine, PatchLoader
 from distseg.report.style import PALETTE, new_figure
 from distseg.tiling.tile import Box
 from distseg.training.checkpoint.pretrained import pretrained
 from distseg.training.conflicts import with_store
 from distseg.training.engine import Engine
+from distseg.training.patchgd.engine import PatchEngine, PatchLoader
 from distseg.training.run import step_loader
 from distseg.training.run_config import network_of
 

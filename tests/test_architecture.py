@@ -99,7 +99,6 @@ def test_below_training_functions_take_the_settings_that_they_need():
     takes = [
         f"{path.relative_to(ROOT)}: {node.name}"
         for room in places[places.index("config") + 1 : places.index("training")]
-        if room != "patchgd"  # trains by its own config
         for path in (PACKAGE / room).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)

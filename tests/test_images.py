@@ -32,13 +32,13 @@ from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
 from distseg.layers.graph import reach_for
 from distseg.models.capture.capture import as_network
-from distseg.patchgd import heat as heat_module
-from distseg.patchgd.filling import Filler, PatchPredictor
-from distseg.patchgd.heat import heat_of, picture
-from distseg.patchgd.network import PatchNetwork
 from distseg.report import plots
 from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.tile import Box
+from distseg.training.patchgd import heat as heat_module
+from distseg.training.patchgd.filling import Filler, PatchPredictor
+from distseg.training.patchgd.heat import heat_of, picture
+from distseg.training.patchgd.network import PatchNetwork
 from distseg.training.run_config import load
 from distseg.training.verify import verify
 

@@ -33,9 +33,9 @@ from distseg.layers.loss import Loss
 from distseg.models.capture.capture import as_network
 from distseg.models.joined import joined
 from distseg.models.zoo import plain_model
-from distseg.patchgd.heat import heat_of
 from distseg.tiling.tile import Box
 from distseg.training.loop import train
+from distseg.training.patchgd.heat import heat_of
 from distseg.training.verify import verify
 
 WAYS = {  # name: (ranks, settings)

@@ -19,12 +19,12 @@ from distseg.config.patchgd import PatchConfig
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store, StoreWriter
 from distseg.models.network import user_names
-from distseg.patchgd.heads import AttentionHead, GridHead, make_head
-from distseg.patchgd.training import PatchEngine, PatchLoader
-from distseg.patchgd.zoo import with_grid
 from distseg.runtime.optimizer import learning_rate
 from distseg.tiling import rng
 from distseg.tiling.tile import Box
+from distseg.training.patchgd.engine import PatchEngine, PatchLoader
+from distseg.training.patchgd.heads import AttentionHead, GridHead, make_head
+from distseg.training.patchgd.zoo import with_grid
 from distseg.training.run_config import load, network_of
 
 TOLERANCE, SIZE, EPOCHS = 1e-12, (64, 64), 2

@@ -33,12 +33,12 @@ from distseg.data.store.store import Store, StoreWriter
 from distseg.inference.image_source import store_image
 from distseg.models.layers import skip_store
 from distseg.models.network import user_names
-from distseg.patchgd.filling_maps import MapPredictor
-from distseg.patchgd.training import PatchLoader
-from distseg.patchgd.training_maps import MapEngine
 from distseg.tiling import rng
 from distseg.tiling.tile import Box
 from distseg.training.loop import train
+from distseg.training.patchgd.engine import PatchLoader
+from distseg.training.patchgd.filling_maps import MapPredictor
+from distseg.training.patchgd.map_engine import MapEngine
 from distseg.training.run import Run
 from distseg.training.run_config import load, network_of
 from distseg.training.serial import serial_loss

@@ -30,10 +30,10 @@ from distseg.data.loader import read_pixels
 from distseg.data.store.store import Store, StoreWriter
 from distseg.models.classifier import residual
 from distseg.models.network import user_names
-from distseg.patchgd.network import patches_of
-from distseg.patchgd.training import PatchEngine, PatchLoader, check_images, drawn
 from distseg.tiling import rng
 from distseg.tiling.tile import Box
+from distseg.training.patchgd.engine import PatchEngine, PatchLoader, check_images, drawn
+from distseg.training.patchgd.network import patches_of
 from distseg.training.run import Run
 from distseg.training.run_config import load, network_of
 

@@ -29,9 +29,6 @@ from distseg.models.bands import answer_of
 from distseg.models.capture.checks import check_module
 from distseg.models.network import refusals
 from distseg.models.zoo import outline_model
-from distseg.patchgd.filling import Filler, PatchPredictor
-from distseg.patchgd.filling_maps import MapFiller, MapPredictor
-from distseg.patchgd.unet import PatchUNet
 from distseg.planning.tile_size import memory_warnings, smallest_budget
 from distseg.runtime.devices import check_there, devices_of
 from distseg.runtime.own_part import autocast, own_part, place_stages, used_reach
@@ -39,6 +36,9 @@ from distseg.runtime.pipeline import Pipeline
 from distseg.runtime.precision import choose
 from distseg.training.checkpoint.files import find, load_weights, read_run_manifest
 from distseg.training.conflicts import check_settings
+from distseg.training.patchgd.filling import Filler, PatchPredictor
+from distseg.training.patchgd.filling_maps import MapFiller, MapPredictor
+from distseg.training.patchgd.unet import PatchUNet
 from distseg.training.run_config import check_model, network_of
 from distseg.training.stages import StageCut
 

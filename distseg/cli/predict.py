@@ -35,8 +35,6 @@ from distseg.inference.image_source import ImageSource, file_image, network_iden
 from distseg.inference.images import probabilities, vectors_of
 from distseg.inference.metrics import most_likely
 from distseg.inference.predictor import Predictor, check_images
-from distseg.patchgd.filling import PatchPredictor
-from distseg.patchgd.heat import heat_of, picture
 from distseg.planning.tile_size import short_of_decoding
 from distseg.report.closing import closing_of_prediction, notes_on_places
 from distseg.report.disk import atomic_write
@@ -44,6 +42,8 @@ from distseg.report.progress import progress
 from distseg.report.style import class_colors
 from distseg.tiling.tile import Box
 from distseg.training.checkpoint.files import find
+from distseg.training.patchgd.filling import PatchPredictor
+from distseg.training.patchgd.heat import heat_of, picture
 from distseg.training.run_config import load_named
 
 
@@ -340,7 +340,7 @@ def _draw_heat(
 
     Args:
         heat: a function that yields (tile, heat) for all tiles of an image
-            (:func:`distseg.patchgd.heat.heat_of`).
+            (:func:`distseg.training.patchgd.heat.heat_of`).
         data: the section of the run's manifest with the constants of normalisation.
         sources: for each image, by its name, a function that opens it.
         world: the communicator of all ranks.

@@ -27,11 +27,6 @@ from distseg.inference.predictor import check_images as check_validated
 from distseg.layers.loss import Loss
 from distseg.models.bands import channels_of, dims_of
 from distseg.models.network import check_calls, check_size
-from distseg.patchgd.network import PatchNetwork
-from distseg.patchgd.training import PatchEngine, PatchLoader, check_images
-from distseg.patchgd.training_maps import MapEngine
-from distseg.patchgd.unet import PatchUNet
-from distseg.patchgd.zoo import check_grids, with_grid
 from distseg.planning.tile_size import memory_warnings
 from distseg.report.disk import locked
 from distseg.report.loggers.opening import check_loggers
@@ -62,6 +57,11 @@ from distseg.training.conflicts import (
     with_store,
 )
 from distseg.training.engine import Engine
+from distseg.training.patchgd.engine import PatchEngine, PatchLoader, check_images
+from distseg.training.patchgd.map_engine import MapEngine
+from distseg.training.patchgd.network import PatchNetwork
+from distseg.training.patchgd.unet import PatchUNet
+from distseg.training.patchgd.zoo import check_grids, with_grid
 from distseg.training.resume import (
     Position,
     changes,

@@ -25,9 +25,9 @@ from distseg.models.capture.capture import as_network
 from distseg.models.joined import joined
 from distseg.models.layers import padded
 from distseg.models.zoo import build_model, outline_model, plain_model
-from distseg.patchgd.zoo import patch_network
 from distseg.training.checkpoint.files import MANIFEST, find, load_weights, read_run_manifest
 from distseg.training.checkpoint.own_runs import distrusted
+from distseg.training.patchgd.zoo import patch_network
 
 TAKEN = {
     "model": tuple(field.name for field in fields(ModelConfig)),
@@ -407,7 +407,7 @@ def _with_weights(
 
 
 def of_patches(manifest: dict) -> bool:
-    """Return True if a run was trained by PatchGD (:mod:`distseg.patchgd.network`)."""
+    """Return True if a run was trained by PatchGD (:mod:`distseg.training.patchgd.network`)."""
     return kind_of(manifest["config"]) is PatchConfig
 
 

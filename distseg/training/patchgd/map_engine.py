@@ -1,7 +1,7 @@
 """Patch gradient descent for labels of pixels: train a U-Net of patches.
 
-The network is :class:`distseg.patchgd.unet.PatchUNet`. The head's output for a patch depends on all
-patches, so the backward pass of an inner iteration has four parts::
+The network is :class:`distseg.training.patchgd.unet.PatchUNet`. The head's output for a patch
+depends on all patches, so the backward pass of an inner iteration has four parts::
 
     skips, z = encoder(patch), Z[patch] <- z         each rank its patches, all of Z on all ranks
     correction = head(Z)                                   the same on all ranks
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from distseg.comm.collective import add
 from distseg.layers.context import Context
-from distseg.patchgd.filling import shared
-from distseg.patchgd.filling_maps import MapFiller, MapPredictor
-from distseg.patchgd.training import PatchEngine, Patches, put
+from distseg.training.patchgd.engine import PatchEngine, Patches, put
+from distseg.training.patchgd.filling import shared
+from distseg.training.patchgd.filling_maps import MapFiller, MapPredictor
 
 
 class MapEngine(PatchEngine):

@@ -37,13 +37,13 @@ from distseg.models.capture.capture import as_network
 from distseg.models.layers import CutTo, MainOutput, Mean, Spread
 from distseg.models.network import IMAGE, Network, channels_of_maps
 from distseg.models.resize import ResizeTo
-from distseg.patchgd.filling import PatchPredictor
-from distseg.patchgd.network import PatchNetwork
 from distseg.runtime.own_part import place_model
 from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.layout import Layout, scales_of
 from distseg.tiling.resize import Follow
 from distseg.tiling.tile import Box, strips
+from distseg.training.patchgd.filling import PatchPredictor
+from distseg.training.patchgd.network import PatchNetwork
 
 _MOST = 1 << 24  # largest number of pixels of a picture
 _STRIP = 1 << 20  # number of pixels that are computed at a time

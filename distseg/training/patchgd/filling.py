@@ -1,7 +1,7 @@
 """Compute a network of patches without gradients, to fill Z and to predict whole images.
 
 Z are the features of all patches of an image. They are computed a few patches at a time. The
-network is :class:`distseg.patchgd.network.PatchNetwork`.
+network is :class:`distseg.training.patchgd.network.PatchNetwork`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from distseg.layers.graph import reach_for
 from distseg.layers.norm import STATISTICAL, commit
 from distseg.models.capture.checks import check_exact, check_seen
 from distseg.models.network import is_followed
-from distseg.patchgd.network import PatchNetwork, check_patches
 from distseg.runtime.own_part import autocast, place_model
 from distseg.runtime.swap_layers import TiledModel, on_whole_maps, parallelize
 from distseg.tiling.tile import Box, ReceptiveField, TilePlacement
+from distseg.training.patchgd.network import PatchNetwork, check_patches
 
 
 class Images(Protocol):

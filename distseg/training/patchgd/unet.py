@@ -1,7 +1,7 @@
 """U-Net for labels of pixels that PatchGD trains on patches.
 
 A head reads the coarse features of all patches and adds global context to each patch. In the
-symbols of :mod:`distseg.patchgd.network`::
+symbols of :mod:`distseg.training.patchgd.network`::
 
     theta_1  the U-Net: its encoder computes s coarse features from a
              patch, its decoder computes the logits                        .encoder, .decoder
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from distseg.models.bands import bands_of, record_like
 from distseg.models.layers import Pop, Stash, outline, skip_store
 from distseg.models.network import flat_layers, is_flat
-from distseg.patchgd.network import PatchNetwork, starts_of
 from distseg.tiling.tile import Box
+from distseg.training.patchgd.network import PatchNetwork, starts_of
 
 _UP = (nn.Upsample, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

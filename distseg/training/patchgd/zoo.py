@@ -14,10 +14,10 @@ from distseg.models.capture.capture import as_network
 from distseg.models.network import check_size, of_image, refusals
 from distseg.models.passes import seeded
 from distseg.models.weights import materialise
-from distseg.patchgd.heads import check_head, make_head, of_one_grid
-from distseg.patchgd.network import PatchNetwork, starts_of
-from distseg.patchgd.unet import PatchUNet
 from distseg.tiling import rng
+from distseg.training.patchgd.heads import check_head, make_head, of_one_grid
+from distseg.training.patchgd.network import PatchNetwork, starts_of
+from distseg.training.patchgd.unet import PatchUNet
 
 
 def patch_network(

@@ -1,7 +1,7 @@
 """Patch gradient descent (PatchGD): train on large images with a few patches of each at a time.
 
-The method is that of Gupta et al. (2023); :mod:`distseg.patchgd.network` has its network. A step on
-B images, in the symbols of that publication::
+The method is that of Gupta et al. (2023); :mod:`distseg.training.patchgd.network` has its network.
+A step on B images, in the symbols of that publication::
 
     Z <- theta_1 of all patches, k of each image at a time         filling, without gradients
     for j = 1 .. zeta:                                             patchgd.inner
@@ -53,12 +53,12 @@ from distseg.data.store.store import Store
 from distseg.layers.context import Context
 from distseg.layers.loss import Loss
 from distseg.models.dense_weights import own_memory
-from distseg.patchgd.filling import Filler, PatchPredictor, by_image, read_boxes, shared
-from distseg.patchgd.network import PatchNetwork, check_patches, patches_of
 from distseg.runtime.optimizer import freeze
 from distseg.runtime.parameter_update import ParameterUpdate
 from distseg.tiling import rng
 from distseg.tiling.tile import Box
+from distseg.training.patchgd.filling import Filler, PatchPredictor, by_image, read_boxes, shared
+from distseg.training.patchgd.network import PatchNetwork, check_patches, patches_of
 
 # Images stay in memory for a step if they have at most 8 times the pixels of the patches that
 # are computed together: the feature maps of these patches need more memory than that.

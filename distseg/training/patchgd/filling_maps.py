@@ -1,7 +1,7 @@
 """Compute a U-Net of patches without gradients, to fill Z and to predict class maps.
 
 Z are the coarse features of all patches of an image. Class maps of whole images are predicted patch
-by patch. The network is :class:`distseg.patchgd.unet.PatchUNet`.
+by patch. The network is :class:`distseg.training.patchgd.unet.PatchUNet`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
 from distseg.layers.dropout import DROPOUTS, KeyedDropout, begin_pass
 from distseg.models.layers import skip_store
-from distseg.patchgd.filling import Filler, SingleImage, place_of
-from distseg.patchgd.network import check_patches
-from distseg.patchgd.unet import PatchUNet
 from distseg.tiling.tile import Box
+from distseg.training.patchgd.filling import Filler, SingleImage, place_of
+from distseg.training.patchgd.network import check_patches
+from distseg.training.patchgd.unet import PatchUNet
 
 
 class MapFiller(Filler):

@@ -807,6 +807,53 @@ def test_class_weights_of_a_loss_of_pytorch_are_taken_over(make):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
+MEANS = {
+    "weights": nn.CrossEntropyLoss(
+        torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64), ignore_index=3, label_smoothing=0.1
+    ),
+    "probabilities": nn.CrossEntropyLoss(),
+    "each class": nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0, dtype=torch.float64)),
+    "numbers": nn.HuberLoss(delta=0.5),
+}
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_means_of_losses_of_pytorch(kind):
+    module = network(nn.InstanceNorm2d)
+    model = distseg.distribute(copy.deepcopy(module), distseg.init_mesh(), tiles_per_rank=(1, 2))
+    x, y = images(0, 1)
+    y = y.clamp(min=0)
+    if kind != "weights":
+        y = F.one_hot(y, 4).movedim(-1, 1).double()
+    loss = model.backward(x, y, MEANS[kind])
+    wanted = MEANS[kind](module(x), y)
+    wanted.backward()
+    assert abs(float(loss) / float(wanted) - 1) < 1e-12
+    for (name, p), q in zip(model.named_parameters(), module.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_a_sum_of_a_loss_of_pytorch_is_refused():
+    model = distseg.distribute(network(), distseg.init_mesh())
+    with pytest.raises(ValueError, match="MSELoss with reduction='sum'.*give MSELoss with"):
+        model.backward(*images(0, 1), nn.MSELoss(reduction="sum"))
+
+
+def test_a_criterion_is_tried_again_with_targets_of_another_dtype():
+    model, criterion = distseg.distribute(network(), distseg.init_mesh()), nn.CrossEntropyLoss()
+    x, y = images(0, 1)
+    model.backward(x, y, criterion)
+    with pytest.raises(ValueError, match="a target .* of float32 from -100 to 3"):
+        model.backward(x, y.float(), criterion)
+
+
+def test_a_loss_of_pytorch_gets_no_part_of_a_target():
+    model = distseg.distribute(network(), distseg.init_mesh())
+    x, y = images(0, 1)
+    with pytest.raises(ValueError, match="cross_entropy got this rank's part .* give the outputs"):
+        nn.CrossEntropyLoss()(model(model.shard(x)), model.shard(y))
+
+
 def test_backward_in_evaluation_mode():
     """Batch norms use their running statistics, as fine-tuning with frozen norms wants."""
     module = network()

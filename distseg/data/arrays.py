@@ -79,6 +79,13 @@ class Arrays:
         shape = self._shape(image)
         return int(shape[len(shape) - self.dims - 1])
 
+    @property
+    def form(self) -> tuple[str, tuple[int, ...]]:
+        """The dtype of the first image, and its shape without the spatial dims, such as (C,)."""
+        shape = tuple(map(int, self._shape(0)))[self._batch is not None :]
+        array = self._images[0] if self._batch is None else self._batch
+        return str(array.dtype), shape[: len(shape) - self.dims]
+
     def _shape(self, image: int):
         return self._images[image].shape if self._batch is None else self._batch.shape
 

@@ -7,6 +7,7 @@ kinds.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -18,6 +19,19 @@ from distseg.layers.criterion import Criterion, OfOutputs, Outputs
 from distseg.layers.loss import Loss
 
 _SIDES = 13, 17, 6  # size of the maps with which a user's function is tried, along each dim
+# Losses of PyTorch whose mean over pixels is the sum of their values over that of their weights.
+_MEANS = (
+    nn.CrossEntropyLoss,
+    nn.NLLLoss,
+    nn.BCEWithLogitsLoss,
+    nn.BCELoss,
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.SoftMarginLoss,
+    nn.PoissonNLLLoss,
+)
 _SINGLE = 60  # about this many pixels are tried as images of one pixel
 
 
@@ -179,7 +193,7 @@ class PixelLoss(Criterion):
         Raises:
             ValueError: the function fails, returns no tensor, or uses tensors with requires_grad.
         """
-        return _values_of(lambda: self._each(logits.clone(), target.clone()), "PixelLoss")
+        return _values_of(self._each, logits.clone(), target.clone(), "PixelLoss")
 
     @staticmethod
     def _compare(again: Tensor, found: Tensor, why: str, what: str = "function") -> None:
@@ -252,7 +266,7 @@ class SumLoss(Criterion):
                 "pixels: give a distseg.PixelLoss"
             )
         logits, sample = _example(outputs, target)
-        whole = _values_of(lambda: self.function(logits, sample), "SumLoss")
+        whole = _values_of(self.function, logits, sample, "SumLoss")
         with torch.no_grad():
             if whole.dim() != 2 or len(whole) != len(logits):
                 raise ValueError(
@@ -298,7 +312,8 @@ def criterion_of(
     """Turn a loss, in any form in which a user may give it, into a :class:`Criterion`.
 
     Args:
-        given: a :class:`Criterion`, the name of a loss such as ``cross_entropy + 0.5*dice``, or a
+        given: a :class:`Criterion`, a loss module of PyTorch with ``reduction="mean"`` such as
+            ``nn.CrossEntropyLoss()``, the name of a loss such as ``cross_entropy + 0.5*dice``, or a
             :class:`distseg.config.settings.LossConfig`. Or a mapping from the name or the
             number of each output to one of these. Without a mapping, each output gets the same
             criterion.
@@ -327,13 +342,36 @@ def criterion_of(
         given = LossConfig(name=given, ignore_index=ignore_index)
     if isinstance(given, LossConfig):
         return Loss(given, channels)
+    if isinstance(given, _MEANS):
+        return _mean_of(given)
     if not isinstance(given, Criterion):
         raise ValueError(
             f"the criterion is a {type(given).__name__}, which cannot be computed tile by tile: "
-            "give distseg.PixelLoss(function), distseg.SumLoss(function, value), or a name such "
-            "as 'cross_entropy + 0.5*dice'"
+            "give distseg.PixelLoss(function), distseg.SumLoss(function, value), a loss of PyTorch "
+            "such as torch.nn.CrossEntropyLoss(), or a name such as 'cross_entropy + 0.5*dice'"
         )
     return given
+
+
+def _mean_of(loss: nn.Module) -> PixelLoss:
+    """Return the mean over all pixels that a loss module of PyTorch computes.
+
+    Args:
+        loss: one of ``_MEANS``.
+
+    Raises:
+        ValueError: the module computes something else than a mean.
+    """
+    if loss.reduction != "mean":
+        name = type(loss).__name__
+        raise ValueError(
+            f"the criterion is a {name} with reduction={loss.reduction!r}, but distseg takes only "
+            f"means of PyTorch's losses: give {name} with reduction='mean', or, for a sum, "
+            "distseg.SumLoss(function, value)"
+        )
+    values = copy.copy(loss)
+    values.reduction = "none"
+    return PixelLoss(values)
 
 
 def _filled(target: Tensor, valid: Tensor) -> Tensor:
@@ -360,12 +398,14 @@ def _example(outputs: Outputs, target: Tensor) -> tuple[Tensor, Tensor]:
     return logits, values[drawn]
 
 
-def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
+def _values_of(
+    function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor, kind: str
+) -> Tensor:
     """Call a user's function; return its result, a tensor that must not require a gradient.
 
     Args:
-        call: a function without arguments that calls the user's function with example logits and
-            an example target.
+        function: the user's function.
+        logits, target: examples, with which it is called.
         kind: ``PixelLoss`` or ``SumLoss``, for error messages.
 
     Raises:
@@ -374,11 +414,15 @@ def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
     """
     try:
         with torch.enable_grad():
-            found = call()
+            found = function(logits, target)
     except Exception as e:  # a user's function may raise anything
+        kinds = str(target.dtype).removeprefix("torch.")
+        low, high = target.min().item(), target.max().item()
         raise ValueError(
-            f"the function of {kind} fails with {type(e).__name__}: {e}. It was tried with small "
-            "random logits and targets: let it accept them"
+            f"the function of {kind} fails with {type(e).__name__}: {str(e).rstrip('.')}. It was "
+            f"tried with random logits {tuple(logits.shape)} and a target {tuple(target.shape)} of "
+            f"{kinds} from {low:g} to {high:g}, whose values are drawn from your target: change "
+            "the target or the function so that they fit"
         ) from e
     if not isinstance(found, Tensor):
         raise ValueError(

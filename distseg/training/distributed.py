@@ -47,6 +47,16 @@ class Shard(NamedTuple):
     model: DistributedModel
     given: object
 
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        """Refuse functions of PyTorch, such as a loss that would see this rank's tile only."""
+        raise ValueError(
+            f"{getattr(function, '__name__', function)} got this rank's part of an image or a "
+            "target (model.shard), which only distseg's losses and model(...) take: give the "
+            "outputs and model.shard(target) to distseg.PixelLoss(function), or call "
+            "model.backward(image, target, criterion)"
+        )
+
 
 class _Unsummed(NamedTuple):
     """Gradient of a parameter after a backward pass in a ``no_sync`` block.
@@ -113,7 +123,7 @@ class DistributedModel(nn.Module):
         self._inputs, self._output_names = inputs, outputs
         self._bands, self._outputs, self._dims = bands, returned, returned.dims
         self._trained = set(engine.parameters)
-        self._criteria: dict[object, tuple[object, Criterion]] = {}
+        self._criteria: dict[object, tuple[object, Criterion, object]] = {}
         self._unused: dict[tuple, list[int]] = {}  # by criterion: parameters without a gradient
         self._checked: set[tuple] = set()
         self._used: tuple | None = None  # the criterion and the number of images of this step
@@ -479,16 +489,21 @@ class DistributedModel(nn.Module):
         return targets
 
     def _criterion(self, given, targets) -> Criterion:
-        """Return the criterion that the user's argument stands for; check it at its first use.
+        """Return the criterion that the user's argument stands for.
+
+        It is checked at its first use, and again when targets have another dtype or other channels.
 
         Args:
             given: the user's argument ``criterion`` of :meth:`backward`.
             targets: the targets of the step, on some of which the criterion is tried.
         """
         key = given if isinstance(given, str) else id(given)
-        if key in self._criteria:
-            return self._criteria[key][1]
-        made = criterion_of(given, self._outputs.channels, self._output_names)
+        form = (str(targets.dtype), ()) if self._outputs.whole else targets.form
+        _, made, checked = self._criteria.get(key, (given, None, None))
+        if made is None:
+            made = criterion_of(given, self._outputs.channels, self._output_names)
+        elif checked == form:
+            return made
         if self._outputs.whole:
             example = targets.view(-1, *(1,) * self._dims)
         else:
@@ -496,9 +511,9 @@ class DistributedModel(nn.Module):
             example = targets.read([0], Box.whole(tuple(min(n, 64) for n in size)))
         made.check(self._outputs, example)
         # The user's object is kept, so that no other one gets its id.
-        self._criteria[key] = given, made
+        self._criteria[key] = given, made, form
         if len(self._criteria) > _MOST_CRITERIA:
-            _, old = self._criteria.pop(next(iter(self._criteria)))
+            _, old, _ = self._criteria.pop(next(iter(self._criteria)))
             for used in [used for used in self._unused if used[0] is old]:
                 del self._unused[used]
         return made

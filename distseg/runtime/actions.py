@@ -32,7 +32,10 @@ class Action(Operation):
 
     @property
     def name(self) -> str:
-        """Name such as ``F3,0``: kind, micro-batch and stage (F_ij and B_ij in Kim et al. 2020)."""
+        """Short name, such as ``F3,0`` for the forward pass of micro-batch 3 in stage 0.
+
+        Kim et al. 2020 write F_ij and B_ij.
+        """
         return f"{self.kind[0].upper()}{self.micro_batch},{self.stage}"
 
 

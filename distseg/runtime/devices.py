@@ -64,7 +64,7 @@ def devices_of(
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Return ``device`` with an index; a GPU without an index is PyTorch's current one."""
+    """Return ``device`` with an index. A GPU without an index stands for PyTorch's current GPU."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -88,7 +88,7 @@ def _named(names: Sequence[str]) -> list[torch.device]:
 
 
 def _share(device: torch.device, stages: int, gpus: int) -> list[torch.device]:
-    """Return one device per stage: the GPUs from ``device.index * stages`` on, or the CPU.
+    """Return one device per stage: the GPUs from ``device.index * stages`` on, or only the CPU.
 
     Args:
         device: the device that the launcher gave this rank.
@@ -109,7 +109,7 @@ def _share(device: torch.device, stages: int, gpus: int) -> list[torch.device]:
 
 
 def check_there(pipeline: PipelineConfig) -> None:
-    """Refuse ``placement: devices`` if torchgpipe is not installed.
+    """Refuse the setting ``placement: devices`` if torchgpipe is not installed.
 
     Raises:
         ValueError: if torchgpipe is missing. The message says how to install it.
@@ -124,14 +124,14 @@ def check_there(pipeline: PipelineConfig) -> None:
 def stages_of(pipeline: PipelineConfig) -> int:
     """Return the number of stages that ``placement: devices`` puts on one rank.
 
-    It is the number of entries of ``pipeline.devices``, or of ``pipeline.balance`` without that
-    setting.
+    It is the number of entries of the setting ``pipeline.devices``. If that is not set, it is the
+    number of entries of ``pipeline.balance``.
     """
     return len(pipeline.devices or pipeline.balance)
 
 
 class DevicePipeline:
-    """All stages of a model on this rank's devices.
+    """Pipeline in one process: all stages of a model, each on one of this rank's devices.
 
     Args:
         partition: the stages of the model.
@@ -185,7 +185,7 @@ class DevicePipeline:
             self._numbers.clear()
 
     def _gpipe(self, micro_batches: int) -> nn.Module:
-        """Return torchgpipe's pipeline for steps of this number of micro-batches."""
+        """Return torchgpipe's pipeline for steps with ``micro_batches`` micro-batches."""
         from torchgpipe import GPipe
 
         if micro_batches not in self._gpipes:
@@ -263,8 +263,8 @@ def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
 class _Beside(torch.autograd.Function):
     """Autograd function that returns its first tensor and gives the others a gradient of zeros.
 
-    torchgpipe needs a gradient of every tensor that travels between stages. But a tensor of which a
-    stage reads only the size gets no gradient from autograd.
+    torchgpipe needs a gradient for every tensor that travels between stages. But autograd computes
+    none for a tensor if a stage reads only its size.
     """
 
     @staticmethod
@@ -278,7 +278,7 @@ class _Beside(torch.autograd.Function):
 
 
 def _handed_on(edges: Sequence[Edge]) -> Edge | None:
-    """Return the edge that joins two neighbouring stages, out of a stage's edges.
+    """Return the edge that joins a stage with the next stage or the stage before it.
 
     torchgpipe passes the feature map of this edge as the stage's input or output. All other edges
     are skips for torchgpipe. Return None if ``edges`` is empty, as at both ends of the network.

@@ -41,10 +41,10 @@ Cell = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TrueReach(ReceptiveField):
-    """Receptive field of a network in which the halo of a tile depends on the size of the image.
+    """Receptive field of a network in which the width of the halo depends on the size of the image.
 
     The attribute ``halo`` may therefore be too small for some images. Use :meth:`window` instead,
-    which computes the exact window of a tile for an image of any size.
+    which computes the exact window (tile and halo) for an image of any size.
 
     Attributes:
         exchange: the halo exchange, whose layouts give the windows.
@@ -53,27 +53,28 @@ class TrueReach(ReceptiveField):
     exchange: Exchange
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
-        """Return the box of the pixels that a tile depends on, for an image of this size."""
+        """Return the box of the pixels that a tile depends on, in an image of size ``image``."""
         return self.exchange.window(tile, image)
 
 
 @dataclass(frozen=True)
 class HeldReach(TrueReach):
-    """Receptive field of tiles that exchange halos.
+    """Receptive field of tiles whose layers exchange halos with other tiles.
 
-    A tile reads the pixels that it owns, and the pixels around them that the layers before the
-    first exchange need.
+    A tile reads from the image the pixels that it owns, and the pixels around them that the layers
+    before the first exchange need.
     """
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
-        """Return the box of the pixels that a tile reads of an image of this size."""
+        """Return the box of the pixels that a tile reads from an image of size ``image``."""
         return self.exchange.computed_box(tile, image)
 
 
 class ExchangeStrips(NamedTuple):
     """Strips that one rank sends, receives and copies in the halo exchange before a layer.
 
-    A rank has one tensor for each of its tiles. Boxes are in cells of the whole feature map.
+    A strip is the part of a tile's feature map that another tile needs as halo. A rank has one
+    tensor for each of its tiles. Boxes are in cells of the whole feature map.
 
     Attributes:
         sends, receives: for each other rank, the strips of the message in order, each as (index of
@@ -134,7 +135,7 @@ class Exchange:
         return self.every != "all"
 
     def layout(self, image: Sequence[int]) -> Layout:
-        """Return the layout (the boxes of all tiles in all feature maps) for this image size."""
+        """Return the layout (the boxes of all tiles in all feature maps) of an image of a size."""
         image = tuple(image)
         if image not in self._layouts:
             fine = Size(g * p for g, p in zip(self.grid, self.per_rank))
@@ -148,10 +149,10 @@ class Exchange:
         return self._layouts[image]
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
-        """Return the box of the pixels that a tile reads, or receives from other tiles.
+        """Return the box of the pixels that a tile reads from the image or gets from other tiles.
 
-        Pixels are received only if tiles exchange the image itself. ``image`` is the size of the
-        image.
+        Pixels come from other tiles only if there is a halo exchange before a layer that reads the
+        image. ``image`` is the size of the image.
         """
         layout = self.layout(image)
         cell = layout.cell_of(tile)
@@ -162,8 +163,8 @@ class Exchange:
     def computed_box(self, tile: Box, image: Sequence[int]) -> Box:
         """Return the box of the pixels that a rank reads from the image for a tile.
 
-        It holds the tile, and the pixels around it that the layers before the first halo exchange
-        need. Pixels that other tiles send are no part of it.
+        The box has the pixels of the tile, and the pixels around it that the layers before the
+        first halo exchange need. It has no pixels that other tiles send.
 
         Args:
             tile: the pixels that the tile owns.
@@ -181,8 +182,9 @@ class Exchange:
         tile. All ranks that share the image must call the returned function together.
 
         Args:
-            maps: for each tile, the feature maps by number, (B, C, *size), in the boxes that the
-                layout says. The pixels must cover the tile's window.
+            maps: for each tile, a dict from the number of a feature map to its part
+                (B, C, *size) in the box that the layout gives the tile. Map 0 is the image, which
+                must cover the tile's window.
             context: the context of the layers, which has the placement of each tile.
             first: the index of the layer that is computed first. If it is 0, the image of each
                 tile is cropped to the box that the layers read.
@@ -221,12 +223,12 @@ class Exchange:
         Args:
             number: the index of the layer.
             layer: the layer.
-            maps: for each tile, the feature maps by number.
-            parts: for each tile, its boxes at this layer.
+            maps: for each tile, a dict from the number of a feature map to a tensor.
+            parts: for each tile, the boxes that the layer reads and computes.
             layouts: for each tile, the layout of its image.
             cells: for each tile, its position in the grid of tiles.
             context: the context of the layers.
-            stores: for each tile, the skips by name.
+            stores: for each tile, a dict from the name of a skip to its feature map.
         """
         node = self.graph[number]
         xs, haves = [had[node.first] for had in maps], [part.available for part in parts]
@@ -261,7 +263,10 @@ class Exchange:
     def _exchange(
         self, position, layer, concerned, frames, xs, parts, layouts, cells, places
     ) -> HaloExchange:
-        """Return the exchange of halos before a layer. It is planned once, for all later steps."""
+        """Return the halo exchange before a layer, planned at the first call and then cached.
+
+        The arguments are those of :meth:`_plan`, and ``places``, the placement of each tile.
+        """
         # Only these properties of a layer's inputs can vary from step to step.
         key = (
             position,
@@ -276,10 +281,10 @@ class Exchange:
         return self._exchanges[key]
 
     def _plan(self, position, layer, concerned, frames, xs, parts, layouts, cells) -> HaloExchange:
-        """Return the exchange before a layer: the strips that this rank sends and receives.
+        """Return the halo exchange before a layer, with the strips to send and to receive.
 
-        Sender and receiver both order the strips of a message by image size, receiving tile and
-        sending tile.
+        A strip is the part of a tile that another tile needs as halo. Sender and receiver both
+        order the strips of a message by image size, receiving tile and sending tile.
 
         Args:
             position: the index of the layer.
@@ -313,7 +318,7 @@ class Exchange:
     def strips(
         self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell]
     ) -> ExchangeStrips:
-        """Return the strips that this rank sends, receives and copies before a layer.
+        """Return the parts of tiles that this rank sends, receives and copies before a layer.
 
         Args:
             position: the index of the layer.
@@ -340,7 +345,7 @@ class Exchange:
         return ExchangeStrips(by_peer(sends, 1), by_peer(receives, 2), here)
 
     def rank_of(self, cell: Cell) -> int:
-        """Return the rank that owns the tile at position ``cell`` in the grid of all tiles."""
+        """Return the rank that owns the tile at index ``cell`` of the grid of all tiles."""
         rank = 0
         for c, p, g in zip(cell, self.per_rank, self.grid):
             rank = rank * g + c // p
@@ -359,7 +364,7 @@ def _autocast(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _numbered(layouts: list[Layout]) -> list[int]:
-    """Return a number for each tile, equal for tiles of images of equal size.
+    """Return a number for each tile; tiles of images of equal size get the same number.
 
     The sizes are numbered 0, 1, ... in order of appearance, so all ranks get the same numbers.
 

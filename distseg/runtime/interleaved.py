@@ -56,10 +56,10 @@ _Awaited = tuple[tuple, int, int]
 
 @dataclass(frozen=True)
 class _Group:
-    """Pass of one tile, and the sends and drops that follow it.
+    """Pass of one tile, with the sends and the releases of feature maps that follow it.
 
     Attributes:
-        operations: the pass, then the sends and drops.
+        operations: the pass, then the sends and releases.
         awaited: the rows that must have arrived from other ranks before the group can run.
         kept: the tiles of which the group runs the backward pass. Their forward passes must have
             run before.
@@ -73,8 +73,8 @@ class _Group:
 def can_interleave(plans: Sequence[StagePlan]) -> bool:
     """Return True if forward and backward passes of tiles can alternate on each rank.
 
-    This needs several ranks with one stage each, and no barrier (active norm, exchange) before any
-    segment.
+    This needs several ranks with one stage each. No segment may come after an active norm or a halo
+    exchange, because all tiles would wait for each other there.
 
     Args:
         plans: the plan of each rank for one micro-batch.
@@ -115,7 +115,10 @@ def interleaved(plans: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
 
 
 class _Turns:
-    """Simulation of all ranks, turn by turn, which gives the order of their groups.
+    """Simulation of all ranks that decides the order of each rank's tile passes.
+
+    In each turn of the simulation, every rank that can go on runs one group: the pass of one tile
+    and the operations that follow it.
 
     Args:
         plans: the plan of each rank for each micro-batch, ``plans[rank][micro_batch]``.
@@ -136,7 +139,7 @@ class _Turns:
         self._sent: dict[tuple, int] = {}
 
     def taken(self) -> Iterator[tuple[int, _Group]]:
-        """Yield (rank, group) in the order in which the groups run, turn by turn."""
+        """Yield (rank, group) in the order in which the groups of all ranks run, turn by turn."""
         ranks = range(len(self.plans))
         while any(self.there) or any(self.back):
             able = [rank for rank in ranks if self._can_go(rank, self._stream(rank))]
@@ -152,8 +155,8 @@ class _Turns:
     def _has_room(self, rank: int, limit: float) -> bool:
         """Return True if the rank may run the forward pass of one more tile.
 
-        Fewer than ``limit`` of its tiles may wait for their backward pass. The next tile must
-        belong to a micro-batch that 1F1B would have started by now.
+        It may if fewer than ``limit`` of its tiles wait for their backward pass, and if 1F1B would
+        have started the micro-batch of the next tile by now.
         """
         under_way = self._under_way[rank]
         first = min((tile[0] for tile in under_way), default=math.inf)
@@ -197,8 +200,9 @@ class _Turns:
 def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
     """Return the forward groups and the backward groups of a rank, in order.
 
-    The last rank runs the backward pass of an output tile right after its forward pass. So the last
-    rank gets one list with all groups, and an empty second list.
+    A group is the pass of one tile and the operations that follow it. The last rank runs the
+    backward pass of an output tile right after its forward pass. So the last rank gets one list
+    with all groups, and an empty second list.
 
     Args:
         plans: the rank's plan for each micro-batch.
@@ -219,8 +223,9 @@ def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
 def _groups(operations: Iterable[Operation], plan: StagePlan) -> list[_Group]:
     """Return the operations of one micro-batch, grouped by tile.
 
-    Operations before the first tile are moved behind the last tile. They drop feature maps that
-    only other ranks read, and a map can be dropped once all of its rows are sent.
+    A group begins with the pass of a tile. Operations before the first tile are moved behind the
+    last tile: they drop feature maps that only other ranks read, and a map can be dropped only once
+    all of its rows are sent.
 
     Args:
         operations: the operations, in order.
@@ -248,9 +253,9 @@ def _group(operations: Sequence[Operation], plan: StagePlan) -> _Group:
 def _tiles_per_band(there: Sequence[_Group]) -> int:
     """Return the number of tiles of a rank divided by its number of rows of tiles, rounded up.
 
-    Tiles of all segments are counted, and the rows of tiles of the segment that has the most rows.
-    :func:`interleaved` raises the limits of waiting tiles by multiples of this number, so that no
-    stage waits for the gradients of the next stage.
+    The tiles of all segments are counted, but only the rows of tiles of the segment that has the
+    most. :func:`interleaved` adds multiples of this number to the number of tiles that may wait for
+    their backward pass on a rank, so that no stage waits for the gradients of the next stage.
 
     Args:
         there: the forward groups of a rank.
@@ -264,7 +269,10 @@ def _tiles_per_band(there: Sequence[_Group]) -> int:
 
 
 def _awaited(op: Operation, plan: StagePlan) -> Iterator[_Awaited]:
-    """Yield the rows of feature maps and gradients of other ranks that an operation waits for."""
+    """Yield (key, start, stop) for the rows that an operation waits for from other ranks.
+
+    The key names a feature map or gradient, of which rows ``start`` to ``stop - 1`` must arrive.
+    """
 
     def rows_of(block, tensor_id):
         return plan.grid.computed(block, tensor_id)

@@ -16,7 +16,7 @@ from distseg.runtime.operations import BackwardTile, ForwardTile, KeptTile, Oper
 
 
 class Weighed(NamedTuple):
-    """Memory of a tile.
+    """Memory that a tile needs, as a memory model computes it.
 
     Attributes:
         kept: bytes that the tile's graph holds between its forward and its backward pass.
@@ -30,10 +30,10 @@ class Weighed(NamedTuple):
 def keeping(
     program: Sequence[Operation], weigh: Callable[[TileOperation], Weighed], budget: float
 ) -> list[Operation]:
-    """Return ``program`` with as many tiles keeping their autograd graphs as fit into ``budget``.
+    """Return ``program``, in which tiles keep their autograd graphs as long as ``budget`` allows.
 
-    Tiles are considered in order. At every operation the kept graphs and the current tile together
-    fit into ``budget``.
+    A tile whose graph is kept is computed once, any other tile twice. Tiles are considered in
+    order. At every operation the kept graphs and the current tile together fit into ``budget``.
 
     Args:
         program: the operations of a rank.
@@ -56,7 +56,7 @@ def keeping(
 
 
 def keeping_all(program: Sequence[Operation]) -> list[Operation]:
-    """Return ``program`` with all tiles keeping their autograd graphs."""
+    """Return ``program``, in which all tiles keep their graphs from forward to backward pass."""
     return [replace(op, kept=True) if isinstance(op, KeptTile) else op for op in program]
 
 

@@ -21,7 +21,7 @@ LastPass = Callable[[Iterable[nn.Parameter]], AbstractContextManager]
 def last_additions(
     parts: Sequence[Part | None], parameters_of: Callable[[Part], Iterable[nn.Parameter]]
 ) -> dict[int, list[nn.Parameter]]:
-    """Return the parameters to whose gradients no operation adds after the operation at a position.
+    """Return, for each operation, the parameters to whose gradients it is the last to add.
 
     Args:
         parts: for each operation of the step, the part of the network to whose gradients it adds,
@@ -29,7 +29,7 @@ def last_additions(
         parameters_of: returns the parameters of a part. Several parts may have the same parameter.
 
     Returns:
-        A dict from the position of an operation to a list of parameters. Each parameter is in the
+        A dict from the index of an operation to a list of parameters. Each parameter is in the
         list of the last operation that adds to its gradient.
     """
     last_of_part = {part: place for place, part in enumerate(parts) if part is not None}

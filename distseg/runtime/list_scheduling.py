@@ -83,15 +83,15 @@ LISTED = {"gpipe": listed_gpipe, "1f1b": listed_1f1b, "zb-h1": listed_zb_h1}
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One pass of a micro-batch through a stage.
+    """One pass of a micro-batch through a stage: forward, backward or weight gradients.
 
     Attributes:
         kind: Forward, Backward or Weight.
         stage: the stage.
         rank: the rank of the stage.
         units: the duration of the pass, in the unit of time of :func:`_units`.
-        after: the step of the same micro-batch that must end before this one begins; None for the
-            first step.
+        after: the pass of the same micro-batch that must end before this one begins; None for the
+            first pass.
     """
 
     kind: type[Action]
@@ -107,7 +107,7 @@ class _Lists(NamedTuple):
 
 
 def _steps(placement: Sequence[int], backward: int = 0, weight: int = 0) -> list[_Step]:
-    """Return the steps of a micro-batch in order (forward, then backward), then its weight steps.
+    """Return the passes of a micro-batch through all stages: forward, backward, then weight passes.
 
     Args:
         placement: the rank of each stage.
@@ -147,12 +147,12 @@ def _units(placement: Sequence[int]) -> list[int]:
 def _fastest(steps: Sequence[_Step], micro_batches: int) -> list[list[Action]]:
     """Return each rank's actions, in order, in the fastest of several schedules.
 
-    The schedules differ in the largest number of micro-batches that may be under way in a stage. It
-    goes from the number of ranks to the number of stages. If several schedules end at the same
-    time, the one with the smallest number is taken.
+    The schedules differ in the largest number of micro-batches that may be under way in a stage,
+    which goes from the number of ranks to the number of stages. If several schedules end at the
+    same time, the one with the smallest number is taken.
 
     Args:
-        steps: the steps of one micro-batch (:func:`_steps`).
+        steps: the passes of one micro-batch (:func:`_steps`).
         micro_batches: the number of micro-batches.
     """
     limits = range(max(step.rank for step in steps) + 1, max(step.stage for step in steps) + 2)
@@ -165,10 +165,10 @@ def _list(steps: Sequence[_Step], micro_batches: int, in_flight: int) -> _Lists:
     """Return the actions of each rank in order, and the time when the last one ends.
 
     Args:
-        steps: the steps of a micro-batch.
+        steps: the passes of one micro-batch through all stages.
         micro_batches: the number of micro-batches.
         in_flight: the largest number of micro-batches under way in a stage. A micro-batch is under
-            way from the start of the stage's first step until the end of its last step.
+            way from the start of the stage's first pass until the end of its last pass.
     """
     ends: dict[_Step, list[int]] = {step: [] for step in steps}  # Per micro-batch.
     last = {step.stage: step for step in steps}

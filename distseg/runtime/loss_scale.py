@@ -32,7 +32,9 @@ class LossScale:
     steps: int = 0
 
     def follow(self, norm: float) -> bool:
-        """Adapt the factor to the gradient of a step; return True if the step is to be taken.
+        """Adapt the factor to the gradient of a step, and return True if the gradient is finite.
+
+        If it is not finite, the optimizer must leave the step out.
 
         Args:
             norm: the norm of the gradient, already divided by the factor.

@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 
 class Message(NamedTuple):
-    """Message from one rank to another.
+    """Message from one rank to another, as the proof against deadlocks sees it.
 
-    Sender and receiver each have the message in their steps, with equal attributes.
+    Sender and receiver each have the message in their list of steps, with equal attributes.
 
     Attributes:
         comm: the name of the communicator.
@@ -48,7 +48,9 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Step that starts a group of sends and receives together.
+    """Step of a rank that starts some sends and receives together.
+
+    A step is an entry in a rank's list of messages, waits, collectives and passes.
 
     Attributes:
         messages: the messages that this rank sends or receives.
@@ -62,7 +64,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Wait:
-    """Step that waits until some of the messages that this rank has started are complete."""
+    """Step of a rank that waits until certain messages, which it has started, are complete.
+
+    Attributes:
+        messages: the messages.
+    """
 
     messages: tuple[Message, ...]
 
@@ -72,12 +78,12 @@ class Wait:
 
 @dataclass(frozen=True)
 class Collective:
-    """Step in which all ranks of a communicator take part together.
+    """Step of a rank that is a collective: all ranks of a communicator take part together.
 
     Attributes:
         comm: the name of the communicator.
         ranks: the numbers of its ranks in the job.
-        what: what is gathered or summed.
+        what: a text that names what is gathered or summed.
     """
 
     comm: str
@@ -90,7 +96,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Pass:
-    """Step in which a rank computes and waits for nobody.
+    """Step of a rank in which it computes and waits for no other rank.
 
     Attributes:
         what: a text that names the pass in errors.
@@ -128,6 +134,8 @@ STREAM = Rules("NCCL", tags=False, background=False, most=256)
 def check_order(programs: Sequence[Sequence[Step]], rules: Rules = MESSAGES) -> None:
     """Refuse the steps of a job's ranks if the ranks could wait for each other for ever.
 
+    A step starts messages, waits for messages, computes, or is a collective.
+
     Args:
         programs: the steps of each rank, in order. The rank is the index.
         rules: what the transport does with messages.
@@ -145,7 +153,7 @@ def check_order(programs: Sequence[Sequence[Step]], rules: Rules = MESSAGES) -> 
 
 
 def _check_collectives(programs: Sequence[Sequence[Step]]) -> None:
-    """Refuse programs in which the ranks of a communicator call collectives in different orders."""
+    """Refuse a job in which the ranks of a communicator call collectives in different orders."""
     orders: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
     for rank, program in enumerate(programs):
         for step in program:
@@ -162,7 +170,7 @@ def _check_collectives(programs: Sequence[Sequence[Step]]) -> None:
 
 
 def _check_matches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
-    """Refuse messages that are not received in the order in which they are sent, or not at all."""
+    """Refuse messages that are not received, or not in the order in which they are sent."""
     sent: dict[tuple, list[str]] = defaultdict(list)
     received: dict[tuple, list[str]] = defaultdict(list)
     for rank, program in enumerate(programs):
@@ -181,10 +189,11 @@ def _check_matches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
 
 
 def _check_alike(one: Sequence[str], other: Sequence[str], text: str) -> None:
-    """Refuse two lists that differ.
+    """Refuse two lists of messages that differ.
 
     Args:
-        one, other: the lists. An entry that the shorter list lacks counts as ``nothing``.
+        one, other: the texts of the messages. A missing entry at the end of the shorter list is
+            called ``nothing`` in the error.
         text: the error, with three ``{}`` for the position (from 1) and the two differing entries.
     """
     for place in range(max(len(one), len(other))):
@@ -196,7 +205,7 @@ def _check_alike(one: Sequence[str], other: Sequence[str], text: str) -> None:
 
 
 def _check_batches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
-    """Refuse a step that starts more messages at once than the transport takes."""
+    """Refuse a step that starts more messages at once than the transport allows."""
     for rank, program in enumerate(programs):
         for step in program:
             if isinstance(step, Start) and rules.most and len(step.messages) > rules.most:
@@ -208,7 +217,7 @@ def _check_batches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
 
 
 class _Run:
-    """Run of the steps of all ranks, without data.
+    """Simulation that runs the steps of all ranks without data, to find deadlocks.
 
     Args:
         programs: the steps of each rank.
@@ -249,7 +258,7 @@ class _Run:
             )
 
     def _advance(self, rank: int) -> bool:
-        """Run the steps of a rank up to the first that must wait; return True if any step began."""
+        """Run the next steps of a rank until a step must wait; return True if any step began."""
         moved, program = False, self.programs[rank]
         while self._at[rank] < len(program):
             step = program[self._at[rank]]
@@ -271,7 +280,7 @@ class _Run:
             self._present[group, self._collectives[rank, group]] += 1
 
     def _lacks(self, rank: int, step: Step) -> Iterator[tuple[int, str]]:
-        """Yield the ranks that a step of ``rank`` waits for, each with a text of what is awaited.
+        """Yield (other rank, text) for each other rank that a step of ``rank`` waits for.
 
         The text names the message or the collective. Nothing is yielded if the step is complete.
         """
@@ -302,7 +311,9 @@ class _Run:
 
 
 def in_batches(steps: Sequence[Step], rank: int) -> list[Step]:
-    """Return a rank's steps with all pipeline messages between two passes started together.
+    """Return a rank's steps, changed so that messages between two passes start together.
+
+    Only messages between pipeline stages are moved.
 
     NCCL needs this order: if two ranks first send to each other and receive only then, they
     deadlock. So a rank starts the sends of a pass together with the receives of its next pass, as

@@ -175,8 +175,8 @@ class Map:
     def _widened(self, box: Box) -> Box:
         """Return the box to read from the file in order to get the part ``box``.
 
-        It is ``box`` extended to whole rows if ``box`` has nearly all cells of these rows, because
-        whole rows are one run of bytes in the file. Otherwise it is ``box`` itself.
+        If ``box`` has nearly all cells of its rows, the result has these rows as a whole, because
+        whole rows are contiguous in the file. Otherwise the result is ``box``.
         """
         held = self.box
         if (
@@ -202,7 +202,7 @@ class Map:
         return values
 
     def _as_it_lies(self, values: Tensor, inside: Box) -> Tensor:
-        """Return a part of ``values`` as a view with the dims in the order of :meth:`buffer_for`.
+        """Return a part of ``values`` as a view, with the dims in the order of :meth:`buffer_for`.
 
         Args:
             values: a box of the map with the dims in the file's order (:meth:`_fetched`).
@@ -289,7 +289,7 @@ class VectorMap:
 
 
 def _runs(arrays: int, box: Box, size: tuple[int, ...], cell: int):
-    """Yield (offset, length) in bytes of each contiguous part of the file that a box consists of.
+    """Yield (offset, length), in bytes, of each contiguous part of the file that belongs to a box.
 
     Args:
         arrays: the number of arrays in the file, one after another, such as one for each image. The

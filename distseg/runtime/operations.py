@@ -70,13 +70,13 @@ class EdgeOperation(Operation):
 
 
 class Recv(EdgeOperation):
-    """Receive of tensors that the next pass of this rank reads."""
+    """Receive of the tensors of an edge, which the next pass of this rank reads."""
 
     verb = "recv"
 
 
 class Send(EdgeOperation):
-    """Send of tensors that the previous pass of this rank computed."""
+    """Send of the tensors of an edge, which the previous pass of this rank computed."""
 
     verb = "send"
 
@@ -103,7 +103,7 @@ class Recompute(Operation):
 
 @dataclass(frozen=True)
 class TileOperation(Operation):
-    """Pass of a tile through a segment.
+    """Forward or backward pass of one tile through a segment (the layers between two cuts).
 
     Args:
         micro_batch: the index of the micro-batch.
@@ -119,7 +119,7 @@ class TileOperation(Operation):
 
     @property
     def tile(self) -> tuple[int, int, int, Box]:
-        """Key that is equal for the forward and the backward pass of one tile."""
+        """Key of the tile, equal for its forward pass and its backward pass."""
         return self.micro_batch, self.segment, self.block, self.box
 
     def _what(self) -> str:
@@ -142,11 +142,11 @@ class KeptTile(TileOperation):
 
 
 class ForwardTile(KeptTile):
-    """Forward pass of a tile, whose result is stored.
+    """Forward pass of a tile through a segment; the segment's result is stored.
 
     The pass reads windows of the segment's input feature maps. If an active norm (a norm that
-    computes its statistics from the current images) follows the segment, the pass also collects the
-    moments of the tile's result for this norm.
+    computes its statistics from the current images) follows the segment, the pass also computes the
+    moments (such as count and mean) of the tile's result for this norm.
     """
 
     verb = "forward"
@@ -169,7 +169,7 @@ class OutputTile(TileOperation):
 
 
 class BackwardTile(KeptTile):
-    """Backward pass of a tile.
+    """Backward pass of a tile through a segment.
 
     The backward pass adds to the gradients of the feature maps that the forward pass read. If the
     forward pass kept no graph, the tile is first computed again with a graph.
@@ -190,7 +190,7 @@ class MapOperation(Operation):
 
 
 class RecvRows(MapOperation):
-    """Start of the receive of a feature map. Its rows arrive as they become final."""
+    """Start of the receive of a feature map, whose rows arrive as soon as they are computed."""
 
     verb = "recv"
 
@@ -210,14 +210,15 @@ class Measure(MapOperation):
     """Computation of the moments (such as count and mean) of a feature map on this rank's tile.
 
     This rank's active norms read the feature map and need its moments. The feature map is the
-    image, or another rank computed it. Otherwise :class:`ForwardTile` collects the moments.
+    image, or another rank computed it. For a feature map that this rank computes,
+    :class:`ForwardTile` computes the moments instead.
     """
 
     verb = "measure"
 
 
 class Statistic(MapOperation):
-    """Computation of the statistics of the norms that read a feature map, from all tiles.
+    """Computation of norms' statistics from the moments of all tiles of a feature map.
 
     All ranks that share these statistics must run this operation together.
     """
@@ -226,7 +227,7 @@ class Statistic(MapOperation):
 
 
 class FetchHalo(MapOperation):
-    """Fetch of the halo of a stored feature map from the ranks that own the halo's cells.
+    """Receive of the halo of a stored feature map from the ranks that own the halo's cells.
 
     The halo lies around the cells that this rank has computed. All ranks that share an image must
     run this operation together.
@@ -236,7 +237,9 @@ class FetchHalo(MapOperation):
 
 
 class SendHaloGrad(MapOperation):
-    """Adjoint of :class:`FetchHalo`: sends the halo's gradient to the ranks that own its cells.
+    """Send of the gradient of a halo to the ranks that own the halo's cells.
+
+    This is the adjoint of :class:`FetchHalo`.
 
     These ranks add it to their own gradient of the feature map.
     """
@@ -254,14 +257,16 @@ class FinalizeStatistics(MapOperation):
 
 
 class ApplyStatisticsGrad(MapOperation):
-    """Addition of the statistics' gradient to the stored gradient of a feature map."""
+    """Addition of the gradient through norms' statistics to a feature map's stored gradient."""
 
     verb = "apply"
 
 
 @dataclass(frozen=True)
 class SendRows(MapOperation):
-    """Permission to send all rows of a feature map before row ``final`` to the ranks that read it.
+    """Permission to send the rows of a feature map before row ``final`` to the ranks that read it.
+
+    The operation starts the sends that are possible now; other sends start later.
 
     Args:
         block: the index of the tile batch.
@@ -318,7 +323,7 @@ def _block(number: int) -> str:
 
 
 def text(operations: Iterable[Operation]) -> str:
-    """Return a text with one line per operation.
+    """Return a text with one line per operation, for people to read.
 
     Consecutive passes of one kind over tiles of one segment share a line.
     """
@@ -332,7 +337,7 @@ def _lines(operations: Iterable[Operation]) -> Iterator[str]:
 
 
 def _runs(operations: Iterable[Operation]) -> Iterator[list[Operation]]:
-    """Yield runs of consecutive operations that differ only in the tile."""
+    """Yield lists of consecutive operations that differ only in the tile."""
     run: list[Operation] = []
     for operation in operations:
         if run and not _alike(run[0], operation):
@@ -344,7 +349,7 @@ def _runs(operations: Iterable[Operation]) -> Iterator[list[Operation]]:
 
 
 def _alike(one: Operation, other: Operation) -> bool:
-    """True if two operations are the same pass of a segment on different tiles."""
+    """Return True if two operations are the same pass of a segment, on different tiles."""
 
     def key(o):
         return (type(o), o.micro_batch, o.segment, o.block, isinstance(o, KeptTile) and o.kept)

@@ -20,8 +20,8 @@ T = TypeVar("T")
 def of_part(settings: Mapping[str, T] | None, name: str, default: T) -> T:
     """Return the value that ``optim.rates`` or ``optim.thaw`` sets for a parameter.
 
-    If several parts contain the parameter, the part that comes last in the settings counts. If no
-    part contains it, return ``default``.
+    Both settings give a value to some parts of the network. If several parts contain the parameter,
+    the part that comes last in the setting counts. If no part contains it, return ``default``.
 
     Args:
         settings: the value of each part of the network; a part is a name or a pattern such as
@@ -61,7 +61,7 @@ def freeze(model: nn.Module, config: OptimConfig) -> None:
 def make_optimizer(
     config: OptimConfig, parameters: Mapping[str, nn.Parameter], fused: bool = True
 ) -> torch.optim.Optimizer:
-    """Return the PyTorch optimizer that ``config`` names, for some named parameters.
+    """Return the PyTorch optimizer that ``config`` names, which updates ``parameters``.
 
     Call :func:`set_learning_rate` before each step.
 
@@ -108,20 +108,24 @@ def _light(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 
 def state_copies(config: OptimConfig) -> int:
-    """Return the number of optimizer-state values per parameter."""
+    """Return how many values the optimizer keeps for each value of a parameter, such as 2 in Adam.
+
+    The count decides how much memory the optimizer needs.
+    """
     return int(config.momentum > 0) if config.name == "sgd" else 2
 
 
 def learning_rate(config: OptimConfig, step: int, total: int) -> float:
     """Return the learning rate of an optimizer step.
 
-    The first w = warmup * total steps are the warm-up. The schedules constant, cosine and linear
-    rise linearly in it, from lr / w to lr. After it, constant stays at lr, and cosine is
-    lr * (1 + cos(pi t)) / 2, where t goes from 0 at the end of the warm-up to 1 at the end of
-    training. linear follows a line that reaches 0 at step decay_factor * total.
+    The first w = warmup * total steps are the warm-up. In the warm-up, the rate of the schedules
+    ``constant``, ``cosine`` and ``linear`` rises linearly from lr / w to lr. After the warm-up,
+    ``constant`` stays at lr, and ``cosine`` is lr * (1 + cos(pi t)) / 2, where t goes from 0 at the
+    end of the warm-up to 1 at the end of training. ``linear`` falls along a line that reaches 0 at
+    step decay_factor * total.
 
-    The schedule one_cycle rises along a cosine from lr / 25 to lr in the warm-up, and then falls
-    along a cosine to lr / 10^4 (Smith and Topin 2018).
+    The schedule ``one_cycle`` rises along a cosine from lr / 25 to lr in the warm-up, and then
+    falls along a cosine to lr / 10^4 (Smith and Topin 2018).
 
     Args:
         config: the settings, with lr, schedule, warmup and decay_factor.
@@ -151,8 +155,8 @@ def _cosine(start: float, stop: float, t: float) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, epoch: int) -> None:
     """Set the learning rate of each parameter group of an optimizer.
 
-    A group's learning rate is ``rate`` times the group's factor (``optim.rates``), or 0 before the
-    epoch in which the group thaws (``optim.thaw``).
+    A group's learning rate is ``rate`` times the group's factor (setting ``optim.rates``). It is 0
+    before the epoch in which the group starts to be trained (setting ``optim.thaw``).
 
     Args:
         optimizer: an optimizer from :func:`make_optimizer`.

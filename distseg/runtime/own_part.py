@@ -124,7 +124,7 @@ def autocast(precision: str, device) -> Callable[[], AbstractContextManager]:
 
 
 def used_reach(exact: ReceptiveField, halo: int | None) -> ReceptiveField:
-    """Return the receptive field with which tiles are extended to windows.
+    """Return the receptive field by whose halo tiles are extended to windows.
 
     Args:
         exact: the exact halo and stride of the model.

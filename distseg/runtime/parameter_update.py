@@ -28,7 +28,7 @@ class ParameterUpdate:
         optim: the settings of the optimizer.
         reducer: the value of the setting ``mesh.reducer``, which names the library that sums
             gradients.
-        halved: True if gradients are rounded to 16 bits before they are summed.
+        halved: True if gradients are rounded to 16 bits before they are summed over the replicas.
         network: the network on its device. All replicas take over the weights and buffers of
             the first replica, so all ranks must create this object together.
         device: the device of the network.
@@ -60,7 +60,7 @@ class ParameterUpdate:
 
         Args:
             rate: the learning rate of this step.
-            norm: the norm of the gradients of the whole network, before they are clipped.
+            norm: the 2-norm of the gradients of the whole network, before they are clipped.
             epoch: the number of the epoch. Parts that thaw in a later epoch (``optim.thaw``) are
                 not changed.
 

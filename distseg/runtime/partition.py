@@ -49,7 +49,7 @@ class Edge:
 
 
 def stage_ranges(balance: Sequence[int], layers: int) -> list[range]:
-    """Return, for each stage, the range of the numbers of its layers.
+    """Return, for each stage, the range of the indices of its layers.
 
     Args:
         balance: the number of layers of each stage.
@@ -77,8 +77,8 @@ def edges_between(
     """Return the edges along which feature maps travel between stages.
 
     The edges from the output of a stage to the next stage come first. If the next stage reads a
-    stage's output, the next stage also sends this output on to all later stages that read it.
-    Otherwise a feature map goes directly from the stage that computes it to each reader.
+    stage's output, the next stage also sends this output on to all later stages that read it. Any
+    other feature map goes directly from the stage that computes it to each stage that reads it.
 
     Args:
         ranges: the layers of each stage.
@@ -170,7 +170,7 @@ class Partition:
 
 
 class Partitioner:
-    """Cuts the same list of layer calls again and again.
+    """Makes many partitions of one list of layer calls, such as for different balances.
 
     Args:
         calls: the layer calls of the model.
@@ -182,7 +182,12 @@ class Partitioner:
         self._names, self._trained = _names(calls), _trained(calls)
 
     def cut(self, balance: Sequence[int], placement: Sequence[int] | None = None) -> Partition:
-        """Return the partition with these numbers of layers (:meth:`Partition.from_balance`)."""
+        """Return the partition of the model into stages (:meth:`Partition.from_balance`).
+
+        Args:
+            balance: the number of layers of each stage.
+            placement: the rank of each stage; by default rank s runs stage s.
+        """
         ranges = stage_ranges(balance, len(self._reads))
         owner: dict[Tensor, tuple[int, int]] = {}  # Stage and layer.
         for stage, position in (
@@ -202,12 +207,12 @@ class Partitioner:
 
 
 def _kept(layer: nn.Module) -> list[tuple[Tensor, str]]:
-    """Return the tensors by which two layers are recognised to share weights or statistics.
+    """Return a layer's parameters and running mean, each as (tensor, its name in messages).
 
-    Each tensor comes with the words for what is shared. The tensors are the layer's parameters and,
-    if it has running statistics, its running mean. If a model calls one norm
-    several times, each call is a layer of its own here, and the layer of the first call may hold
-    the running statistics for all of them. Its running mean is then returned for each.
+    Two layers share weights or running statistics if both have the same one of these tensors. If
+    a model calls one norm several times, each call is a layer of its own here, and the layer of the
+    first call may hold the running statistics for all of them. Its running mean is then returned
+    for each of these layers.
     """
     keeper = getattr(layer, "running", layer)
     running = (keeper if isinstance(keeper, nn.Module) else layer)._buffers.get("running_mean")
@@ -218,7 +223,8 @@ def _kept(layer: nn.Module) -> list[tuple[Tensor, str]]:
 def _names(calls: Sequence[Call]) -> list[str]:
     """Return the name of each feature map, in the order of their numbers.
 
-    A skip has the skip's name. Any other feature map has the name of the layer that computes it.
+    A feature map that is stored as a skip has the name of the skip. Any other has the name of the
+    layer that computes it.
     """
     found = [IMAGE, *(call.name for call in calls)]
     for call in calls:

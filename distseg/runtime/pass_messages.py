@@ -16,13 +16,13 @@ from distseg.tiling.layout import Layout
 
 
 class PassMessages:
-    """Messages of the layers of one rank.
+    """Messages that the layers of one rank exchange in their forward and backward passes.
 
     Args:
         rank: the number of the rank in the job.
         members: for each of its communicators, the numbers of the ranks in the job.
         names: the names of the network's layers.
-        exchange: the halo exchange between layers; None without an exchange.
+        exchange: the halo exchange between layers; None if tiles exchange no halos.
         tiles: for each tile of this rank, the layout of its image and its position in the grid.
         statistics: for each active norm, the communicator over which it takes statistics: ``tiles``
             or ``replicas``.
@@ -45,7 +45,7 @@ class PassMessages:
         self.statistics, self.first_trained = statistics, first_trained
 
     def forward(self, layers: Sequence[int], name: str) -> Iterator[Step]:
-        """Yield the messages of a forward pass, which are those of a repeated pass too.
+        """Yield the messages of the layers in a forward pass, or in a repeated forward pass.
 
         Args:
             layers: the numbers of the layers.
@@ -56,7 +56,10 @@ class PassMessages:
             yield from self._statistic(number, name)
 
     def backward(self, layers: Sequence[int], name: str) -> Iterator[Step]:
-        """Yield the messages of a backward pass. The arguments are those of :meth:`forward`."""
+        """Yield the messages of the layers in a backward pass, last layer first.
+
+        The arguments are those of :meth:`forward`.
+        """
         for number in reversed(layers):
             if number >= self.first_trained:
                 yield from self._statistic(number, name)
@@ -100,7 +103,7 @@ def neighbours(
     tag: int,
     what: str,
 ) -> Iterator[Step]:
-    """Yield the steps of a halo exchange: start all messages, then wait for the receives.
+    """Yield two steps of a halo exchange: start all messages, then wait for the receives.
 
     Args:
         rank: the number of this rank in the job.
@@ -117,6 +120,12 @@ def neighbours(
 
 
 def collective(comm: str, ranks: Sequence[int], what: str) -> Iterator[Collective]:
-    """Yield a collective, or nothing if the communicator has only one rank."""
+    """Yield a collective of the ranks of a communicator, or nothing if it has only one rank.
+
+    Args:
+        comm: the name of the communicator.
+        ranks: the numbers of its ranks in the job.
+        what: a text that names what is gathered or summed.
+    """
     if len(ranks) > 1:
         yield Collective(comm, tuple(ranks), what)

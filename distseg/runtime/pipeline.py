@@ -29,7 +29,7 @@ _Key = tuple[Edge, int, bool]  # Edge, micro-batch, and True for the gradient.
 
 
 class Pipeline:
-    """Stages of this rank, with the connections to the other ranks of the pipeline.
+    """Stages of this rank, and the messages between them and the other ranks of the pipeline.
 
     Args:
         partition: all stages, the edges between them and the rank of each stage.
@@ -41,8 +41,8 @@ class Pipeline:
         trace: records the spans of passes and messages; by default nothing is recorded.
 
     Attributes:
-        last_pass: makes the context of the backward pass that adds to the gradients of some
-            parameters for the last time in a step.
+        last_pass: returns the context in which a backward pass runs, given a list of parameters. It
+            gets the parameters to whose gradients no later pass of the step adds.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Pipeline:
 
     @property
     def last(self) -> bool:
-        """True if this rank runs the last stage, which has the results."""
+        """True if this rank runs the last stage, which computes the network's results."""
         return self.partition.placement[-1] == self.comm.rank
 
     def run(self, actions: Sequence[Action], units: Sequence[MicroBatch]) -> None:
@@ -121,9 +121,9 @@ class Pipeline:
                 stage.clear()
 
     def _last_additions(self, program: Sequence[Operation]) -> dict[int, list[nn.Parameter]]:
-        """Return the parameters to whose gradients each operation adds for the last time.
+        """Return, for each operation, the parameters to whose gradients it is the last to add.
 
-        The keys of the result are positions in ``program``.
+        The keys of the result are indices of ``program``.
         """
         return last_additions(
             [op.stage if isinstance(op, Backward) else None for op in program],
@@ -133,7 +133,7 @@ class Pipeline:
     # Passes
 
     def _forward(self, op: Forward, unit: MicroBatch, keep: bool) -> None:
-        """Run the forward pass of a stage on a micro-batch, and keep the results for its readers.
+        """Run the forward pass of a stage on a micro-batch, and keep its results for other stages.
 
         Args:
             op: the operation.
@@ -194,9 +194,10 @@ class Pipeline:
         return 3 * self._numbers[edge] + 2
 
     def _hand(self, op: Send, unit: MicroBatch) -> None:
-        """Send the tensors of an operation, if another rank has the receiving stage.
+        """Send the tensors of a send operation, if another rank has the receiving stage.
 
-        Before the first tensors of a shape, the list of their forms (:class:`Form`) is sent.
+        Before the first tensors of a shape, a list of their shapes and dtypes is sent
+        (:class:`Form`).
 
         Args:
             op: the send operation.
@@ -214,7 +215,7 @@ class Pipeline:
             self.mail.send(form.fit(x), peer, self._tag(op))
 
     def _receive(self, op: Recv, unit: MicroBatch) -> None:
-        """Wait for the tensors of a receive operation, and keep them until they are used."""
+        """Wait for the tensors of a receive operation, and keep them until a pass reads them."""
         key = op.edge, op.micro_batch, op.back
         if key in self._here:
             return
@@ -238,8 +239,8 @@ class Pipeline:
     ) -> None:
         """Post the receives of the next passes, up to the first tensor whose shape is unknown.
 
-        Messages are matched by their order, so no later receive may be posted before the receive of
-        that tensor.
+        Posting a receive early lets its message travel while this rank computes. Messages are
+        matched by their order, so no receive may be posted before that of an earlier tensor.
 
         Args:
             program: the operations of this rank.

@@ -40,7 +40,7 @@ def fast_bf16(device: torch.device) -> bool:
 
 
 def emulation(precision: str, device: torch.device) -> str | None:
-    """Return a warning if the precision is bf16 and the device emulates it, else None.
+    """Return a warning text if the precision is bf16 and the device only emulates it, else None.
 
     ``torch.cuda.is_bf16_supported()`` cannot tell, because PyTorch counts emulation as support.
 
@@ -60,7 +60,7 @@ def emulation(precision: str, device: torch.device) -> str | None:
 def gpu_lines(device: torch.device, precision: str, world) -> list[str]:
     """Return log lines about a run on GPUs; the list is empty on a CPU.
 
-    If ``precision`` is fp32, they say in which precision convolutions are computed. If there are
+    With precision fp32, the lines say whether convolutions are computed in TF32 or fp32. With
     several ranks, they say whether messages are sent from GPU memory or through host memory.
 
     Args:

@@ -62,8 +62,8 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
     """Yield a stage's actions in 1F1B: some forward passes, then forward and backward in turn.
 
-    The number of forward passes at the beginning is the number of stages after this stage, or
-    ``micro_batches`` if that is smaller.
+    The number of forward passes at the beginning is the number of stages after this stage, but at
+    most ``micro_batches``.
 
     Args:
         stage: the index of the stage.
@@ -113,7 +113,9 @@ def splits(name: str) -> bool:
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
-    """Return the rank of each of 2 * ranks - 1 stages: from the first rank to the last, and back.
+    """Return the rank of each stage in a v-shaped placement: from rank 0 to the last, and back.
+
+    There are 2 * ranks - 1 stages.
 
     ``v_placement(3)`` is ``(0, 1, 2, 1, 0)``.
     """

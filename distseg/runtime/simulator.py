@@ -34,8 +34,9 @@ class Simulation:
     Attributes:
         orders: the actions of each rank in order.
         starts, ends: for each rank, the seconds at which its actions start and end.
-        repeated: for each rank, the seconds for which it repeats a forward pass before each action;
-            0 if it repeats none. It does so right after the action before.
+        repeated: for each rank and each of its actions, the seconds of the forward pass that the
+            rank repeats before the action; 0 if it repeats none. The repeated pass starts when the
+            preceding action ends.
     """
 
     orders: Orders
@@ -50,7 +51,7 @@ class Simulation:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Spans of computation, in the order of their starts."""
+        """Spans of time in which ranks compute, of all ranks, in the order of their starts."""
         found = (
             Span(rank, kind, action.name, start, end)
             for rank in range(self.ranks)
@@ -65,7 +66,7 @@ class Simulation:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Share of the makespan in which each rank idles: the bubble."""
+        """Fraction of the makespan in which each rank idles (the pipeline bubble)."""
         busy, makespan = [0.0] * self.ranks, self.makespan
         for rank in range(self.ranks):
             for *_, start, end in self._passes(rank):
@@ -75,7 +76,7 @@ class Simulation:
     def _passes(self, rank: int) -> Iterator[tuple[str, Action, float, float]]:
         """Yield (kind, action, start, end) of all passes of a rank, in order.
 
-        The kind of a repeated forward pass is ``recompute``; its action is the one after it.
+        A repeated forward pass has the kind ``recompute`` and the action that follows it.
         """
         free = 0.0
         times = zip(self.orders[rank], self.repeated[rank], self.starts[rank], self.ends[rank])
@@ -105,8 +106,8 @@ def simulate(
             function of (stage, micro-batch).
         backward: seconds of a backward pass, in the same forms as ``forward``.
         placement: the rank of each stage.
-        transfer: seconds that the tensor of an edge travels for one micro-batch. Its gradient takes
-            the same time. By default 0. Nothing travels between stages of one rank.
+        transfer: seconds that the tensor of an edge travels for one micro-batch; by default 0. Its
+            gradient takes the same time. Between stages of one rank the time is 0.
         recompute: seconds of the repeated forward pass before a backward pass. The repeated pass
             does not wait for the gradient.
         weight: seconds of the weight gradients, if they are separate actions. ``backward`` must
@@ -136,9 +137,10 @@ def simulate(
 
 
 def peak_micro_batches(orders: Orders, stages: int) -> tuple[int, ...]:
-    """Return, for each stage, the largest number of micro-batches that it holds at once.
+    """Return, for each stage, the largest number of micro-batches whose activations it holds.
 
-    A stage holds a micro-batch from the forward pass to the last action of that micro-batch.
+    A stage holds the activations of a micro-batch from the forward pass to the stage's last action
+    on that micro-batch.
 
     Args:
         orders: the actions of each rank in order.
@@ -224,7 +226,7 @@ def check(
 
 
 def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> None:
-    """Refuse an edge whose receiver expects micro-batches in another order than the sender's."""
+    """Refuse an edge whose receiver expects micro-batches in another order than they are sent."""
     for back in (False, True)[: 1 + edge.gradient]:
         way = Recv(0, edge, back)
 
@@ -255,14 +257,14 @@ _FIRST = {Backward: Forward, Weight: Backward}
 
 
 class _Way(NamedTuple):
-    """Way of an edge's tensors, or of their gradients, from one stage to another.
+    """Transfers of one edge in one direction: its tensors, or the gradients that travel back.
 
     Attributes:
         edge: the edge.
         seconds: seconds for which a tensor travels.
         link: a list of one number, the time from which the link between the two ranks is free. All
-            ways from one rank to the other share it.
-        arrivals: the time at which the tensor of each micro-batch arrives.
+            transfers from one rank to the other share this list.
+        arrivals: for each micro-batch, the time at which its tensor arrives.
     """
 
     edge: Edge
@@ -272,14 +274,17 @@ class _Way(NamedTuple):
 
 
 class _Passes(NamedTuple):
-    """Passes of one kind in one stage.
+    """Passes of one kind (such as all forward passes) in one stage, during a simulation.
 
     Attributes:
         seconds: function that returns the seconds of a pass from (stage, micro-batch).
-        repeated: likewise for the forward pass that is repeated first; None if none is.
-        into, out: the ways of the tensors that a pass needs, and of those that it sends.
+        repeated: function that returns the seconds of the forward pass that is repeated before
+            this pass; None if none is repeated.
+        into: the transfers whose tensors a pass needs.
+        out: the transfers that a pass starts.
         done: the micro-batches that had their pass.
-        first: the micro-batches that may have it, if they need another pass first; else None.
+        first: the micro-batches that had the pass which must come before this one, such as the
+            forward pass before the backward pass; None if no pass must come before.
     """
 
     seconds: Callable[[int, int], float]
@@ -291,10 +296,10 @@ class _Passes(NamedTuple):
 
 
 class _Run:
-    """State of a simulation: what each rank has done, and what has arrived.
+    """State of a simulation: the actions that each rank has done, and the tensors that arrived.
 
     Attributes:
-        starts, ends, repeated: the seconds of the actions that are done (:class:`Simulation`).
+        starts, ends, repeated: the attributes of :class:`Simulation`, for the actions done so far.
     """
 
     def __init__(
@@ -326,7 +331,10 @@ class _Run:
                 self._of[kind][ends[1]].into.append(way)
 
     def advance(self, rank: int) -> bool:
-        """Do the actions of a rank until one must wait; return True if any was done."""
+        """Do the next actions of a rank until an action must wait for another rank.
+
+        Return True if at least one action was done.
+        """
         starts, ends, repeats = self.starts[rank], self.ends[rank], self.repeated[rank]
         before, free = len(ends), ends[-1] if ends else 0.0
         for action in islice(self._orders[rank], before, None):
@@ -354,11 +362,11 @@ class _Run:
         return len(ends) > before
 
     def following(self, rank: int) -> Action:
-        """Return the first action of a rank that is not done."""
+        """Return the next action of a rank: the first that is not done."""
         return self._orders[rank][len(self.ends[rank])]
 
     def lacks(self, rank: int) -> str:
-        """Return the pass or message for which a rank waits, in words."""
+        """Return a text that names the pass or message for which a rank waits."""
         action = self.following(rank)
         m, kind = action.micro_batch, type(action)
         passes = self._of[kind][action.stage]

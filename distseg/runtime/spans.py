@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Span:
-    """Span of a rank's time.
+    """Span of time in which a rank does one thing, such as a pass or a message.
 
     Attributes:
         rank: the rank.
@@ -84,7 +84,7 @@ class Trace:
 
 
 class NoTrace:
-    """Trace that records nothing."""
+    """Trace with the methods of :class:`Trace` that records nothing."""
 
     spans: tuple[Span, ...] = ()
     _nothing: AbstractContextManager[None] = nullcontext()
@@ -94,7 +94,7 @@ class NoTrace:
 
 
 class TracedComm:
-    """Communicator that records its non-blocking collectives as spans.
+    """Communicator that records its non-blocking collectives as spans of time.
 
     A span lasts from the call until the request's ``Test`` returns True. Use this class only while
     a run is traced.

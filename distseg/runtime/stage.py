@@ -27,11 +27,12 @@ LOSS = -1  # Key of the last stage's output: the partial sums of the loss.
 class Head(Protocol):
     """Interface of the object that gets the network's results in the last stage.
 
-    In training, this object computes the partial sums of the loss, and the loss gradient.
+    In training, this object computes the partial sums of the loss and their gradient. Partial sums
+    are sums over a tile's pixels of which the loss is a function.
     """
 
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
-        """Return the partial sums of the loss, one tensor with a graph for each tile batch.
+        """Return the partial sums of the loss: for each tile batch a tensor with autograd graph.
 
         Args:
             unit: the micro-batch, with its labels.
@@ -135,7 +136,7 @@ class Stage:
         }
 
     def dropped(self, m: int) -> bool:
-        """Return True if the activations of micro-batch ``m`` were not kept."""
+        """Return True if this stage has not kept the activations of micro-batch ``m``."""
         return self._kept[m][2] is None
 
     def recompute(self, m: int) -> None:
@@ -149,7 +150,9 @@ class Stage:
             self._kept[m] = unit, inputs, self.run(unit, inputs)
 
     def run(self, unit: MicroBatch, inputs: Tensors) -> Tensors:
-        """Return the outgoing feature maps with their autograd graph.
+        """Run the stage's layers and return the outgoing feature maps with their autograd graph.
+
+        A stage with a head returns the partial sums of the loss instead.
 
         Args:
             unit: the micro-batch.
@@ -176,14 +179,14 @@ class Stage:
         return {edge.map: [had[edge.map] for had in maps] for edge in self.outgoing}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the stage; a parameter of several layers comes several times."""
+        """Yield the parameters of the stage; one that several layers share comes several times."""
         if self.layers is None:
             yield from self.model.parameters()
         for number in self.layers or ():
             yield from self.model.layers[number].parameters()
 
     def clear(self) -> None:
-        """Forget micro-batches whose backward pass did not run because of an error."""
+        """Release the activations of micro-batches whose backward pass an error has prevented."""
         self._kept.clear()
 
 

@@ -18,7 +18,7 @@ from distseg.runtime.stage_program import receives_ahead
 
 
 class Unit(NamedTuple):
-    """Shapes of a micro-batch.
+    """Shapes of the tensors of a micro-batch.
 
     Attributes:
         signature: a key that is equal for micro-batches whose tensors have equal shapes.
@@ -54,7 +54,7 @@ class StageMessages:
     def steps(
         self, program: Sequence[Operation], units: Sequence[Unit], prefix: str = ""
     ) -> list[Step]:
-        """Return the steps of the rank, from its operations.
+        """Return the sends, receives, waits, collectives and passes of the rank, in order.
 
         Args:
             program: the operations of the rank.
@@ -68,7 +68,7 @@ class StageMessages:
 
 
 class _Run:
-    """Messages of one step on one rank."""
+    """Messages of one rank in one optimizer step, collected operation by operation."""
 
     def __init__(self, of: StageMessages, units: Sequence[Unit], prefix: str):
         self.of, self.units, self.prefix = of, units, prefix
@@ -77,7 +77,7 @@ class _Run:
         self._received: set[EdgeOperation] = set()
 
     def step(self, program: Sequence[Operation], place: int) -> Iterator[Step]:
-        """Yield the steps of the operation ``program[place]``."""
+        """Yield the message starts, waits, collectives and passes of ``program[place]``."""
         op = program[place]
         if not isinstance(op, Send):
             yield from self._post_ahead(program, place)
@@ -128,7 +128,7 @@ class _Run:
     def _form(self, op: EdgeOperation) -> Message:
         """Return the message that announces the shapes of an edge's tensors to the receiver.
 
-        The shapes are recorded as known, so this message is sent only once.
+        Also record that the receiver knows these shapes, so that the message is sent only once.
         """
         self.of._forms.add((op.edge, self.units[op.micro_batch].signature))
         what = f"shapes of {op.edge}, micro-batch {op.micro_batch}"

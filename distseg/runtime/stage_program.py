@@ -28,7 +28,7 @@ AHEAD = 2  # Receives are posted for the current pass and for this many later pa
 def operations(
     order: Sequence[Action], edges: Sequence[Edge], recompute: str = "never"
 ) -> list[Operation]:
-    """Return the operations of a rank, from its actions in order.
+    """Return a rank's operations: the passes of its actions, and the messages around them.
 
     Args:
         order: the actions of the rank.
@@ -79,10 +79,10 @@ def recomputed(order: Sequence[Action], recompute: str) -> set[tuple[int, int]]:
 
 
 def _next_is_own_backward(order: Sequence[Action], place: int) -> bool:
-    """Return True if the action after forward pass ``order[place]`` is its backward pass.
+    """Return True if the action right after forward pass ``order[place]`` is its backward pass.
 
-    Recomputing such a pass would save no memory, as no other pass runs before its activations are
-    needed again.
+    Recomputing such a forward pass would save no memory, because no other pass runs before its
+    activations are needed again.
     """
     action, following = order[place], order[place + 1 : place + 2]
     return any((f.stage, f.micro_batch) == (action.stage, action.micro_batch) for f in following)

@@ -87,9 +87,9 @@ class StoredHalos:
     ) -> tuple[_Strips[_M], _Strips[_M]]:
         """Return the strips to send to each rank, and the strips to receive from each rank.
 
-        A strip is a part of a tile's halo: (stored feature map, box of it). The results map a rank
-        to the list of its strips. The arguments are those of :meth:`fetch`; any objects may stand
-        for the maps.
+        A strip is a part of a tile's halo: (stored feature map, box of it). Each result is a dict
+        from a rank to the list of its strips. The arguments are those of :meth:`fetch`, but
+        ``maps`` may have any objects, which the strips then contain.
         """
         sending: _Strips[_M] = {}
         receiving: _Strips[_M] = {}
@@ -115,7 +115,7 @@ class StoredHalos:
         tag: int,
         what: str,
     ) -> None:
-        """Send some strips of stored maps, and receive others.
+        """Exchange parts of stored feature maps with other ranks.
 
         Args:
             sending, receiving: for each other rank, the strips to send and the strips to receive.
@@ -154,7 +154,7 @@ class StoredHalos:
 
 
 def _cells(stored: Map, values: Tensor) -> Tensor:
-    """Return ``values`` as a view (B, *size, C), which is the order of dims in messages.
+    """Return ``values`` as a view (B, *size, C), the order of dims that all messages have.
 
     Messages have an order of their own because two ranks may store a feature map in different
     memory formats. Each rank takes the format from its tile, and PyTorch cannot tell the format of

@@ -47,10 +47,12 @@ Program = Sequence[Operation]
 
 
 class _Map(NamedTuple):
-    """Feature map, or gradient of one, that travels from a rank of the pipeline to another.
+    """Transfer of a feature map, or of its gradient, from one rank of the pipeline to another.
 
     Attributes:
-        micro_batch, block, tensor_id: as in :mod:`distseg.runtime.operations`.
+        micro_batch: the index of the micro-batch.
+        block: the index of the tile batch within the micro-batch.
+        tensor_id: the number of the feature map.
         back: True for a gradient.
         source, target: the numbers of the sending and the receiving rank in the pipeline.
     """
@@ -64,7 +66,7 @@ class _Map(NamedTuple):
 
     @property
     def channel(self) -> tuple[int, int]:
-        """Pair (receiving rank, tag). Maps with the same pair are sent one after another."""
+        """Pair (receiving rank, tag). Maps with equal pairs are sent one after another."""
         return self.target, 2 * self.tensor_id + self.back
 
 
@@ -94,7 +96,7 @@ class StreamedMessages:
     def steps(
         self, programs: Sequence[Program], prefix: str = "", loss: Sequence[Step] = ()
     ) -> list[Step]:
-        """Return the steps of this rank.
+        """Return the sends, receives, waits, collectives and passes of this rank, in order.
 
         Args:
             programs: the operations of all ranks of the pipeline.
@@ -107,7 +109,10 @@ class StreamedMessages:
         return [*found, Wait(tuple(run.sent))]
 
     def _strips(self, programs: Sequence[Program]) -> dict[_Map, list[int]]:
-        """Return, for each map that travels, the row at which each of its strips ends, in order."""
+        """Return, for each transfer of a map, the row at which each of its messages ends, in order.
+
+        A message has the rows that become final together.
+        """
         found: dict[_Map, list[int]] = {}
         for sender, program in enumerate(programs):
             for op in program:
@@ -119,7 +124,7 @@ class StreamedMessages:
         return found
 
     def ways(self, op: SendRows, sender: int) -> list[_Map]:
-        """Return a way for each rank that receives the rows of a send operation.
+        """Return the transfers to which a send operation belongs, one for each receiving rank.
 
         Args:
             op: the send of rows of a feature map or of its gradient.
@@ -133,12 +138,12 @@ class StreamedMessages:
 
 
 class _Run:
-    """Messages of one list of operations on one rank.
+    """Messages of one rank, collected operation by operation.
 
     Args:
-        of: the rank whose messages these are.
-        strips: for each map that travels, the row at which each of its strips ends, in order.
-        prefix, loss: as in :meth:`StreamedMessages.steps`.
+        of: the object that has the rank, its communicators and its plans.
+        strips: for each transfer of a map, the row at which each of its messages ends, in order.
+        prefix, loss: the arguments of :meth:`StreamedMessages.steps`.
     """
 
     def __init__(
@@ -159,7 +164,7 @@ class _Run:
         return [message for messages in self._sent.values() for message in messages]
 
     def step(self, op: Operation) -> Iterator[Step]:
-        """Yield the steps of an operation, in the order in which the executor takes them."""
+        """Yield the message starts, waits, collectives and passes of an operation, in order."""
         match op:
             case RecvRows():
                 yield from self._receive(op, self._plan(op).makers[op.tensor_id])
@@ -197,7 +202,7 @@ class _Run:
         return self.of.plans[self.of.rank][op.micro_batch]
 
     def _message(self, way: _Map, final: int) -> Message:
-        """Return the strip of a travelling map that ends before row ``final``."""
+        """Return the message of a transfer whose last row comes right before row ``final``."""
         pipeline = self.of.members.pipeline
         image = f", image {way.block}" if way.block else ""
         return Message(
@@ -212,7 +217,7 @@ class _Run:
     # Receives
 
     def _receive(self, op: RecvRows | RecvGradRows, source: int) -> Iterator[Step]:
-        """Yield the starts of the receives of a feature map, one for each tile batch."""
+        """Yield, for each tile batch, the step that starts all receives of a feature map."""
         for block in range(self._plan(op).blocks):
             way = _Map(
                 op.micro_batch,
@@ -225,16 +230,16 @@ class _Run:
             yield Start(tuple(self._message(way, final) for final in self.strips.get(way, ())))
 
     def _wait_for_maps(self, op: MapOperation) -> Iterator[Step]:
-        """Yield the waits for all rows of a feature map that another rank computes."""
+        """Yield, for each tile batch, the wait for all rows of another rank's feature map."""
         for block in range(self._plan(op).blocks):
             yield from self._wait_for(op, block, op.tensor_id, None)
 
     def _wait_for(
         self, op: Operation, block: int, tensor_id: int, row: int | None, reader: int | None = None
     ) -> Iterator[Step]:
-        """Yield the wait for the strips of a map that hold rows before ``row``.
+        """Yield the wait for the messages that bring the rows of a map before row ``row``.
 
-        Yield nothing if this rank or no rank sends the map.
+        Yield nothing if no other rank sends the map.
 
         Args:
             op: the operation that reads the rows.
@@ -259,7 +264,7 @@ class _Run:
         )
 
     def _tile(self, op: TileOperation) -> Iterator[Step]:
-        """Yield the steps of a tile's pass: waits for the rows that it reads, then the pass."""
+        """Yield the waits for the rows that a tile's pass reads, then the pass."""
         plan = self._plan(op)
         if isinstance(op, BackwardTile):
             stop = plan.stop(op.segment)
@@ -287,9 +292,12 @@ class _Run:
             self._queues.setdefault(way.channel, deque()).append(way)
 
     def _started(self, queue: deque[_Map]) -> Iterator[Step]:
-        """Yield the sends of all strips that are final, one map after another.
+        """Yield the sends of all rows that are final, one map after another.
 
-        Stop at the first strip that is not final, because strips are sent in order.
+        Stop at the first rows that are not final, because rows are sent in order.
+
+        Args:
+            queue: the transfers to one rank with one tag, in order.
         """
         while queue:
             way = queue[0]
@@ -303,7 +311,7 @@ class _Run:
             queue.popleft()
 
     def _halo(self, op: FetchHalo | SendHaloGrad) -> Iterator[Step]:
-        """Yield the steps that exchange the halo of a map, or the gradient of a halo."""
+        """Yield the message starts and waits that exchange a map's halo, or a halo's gradient."""
         grid, back = self._plan(op).grid, isinstance(op, SendHaloGrad)
         if self.of.halos is None:
             return

@@ -83,13 +83,13 @@ _CPU = torch.device("cpu")
 
 
 class Sizes(Protocol):
-    """Interface of a memory model: the bytes of feature maps, and of the passes of a tile."""
+    """Interface of a memory model: computes the bytes of feature maps and of tiles' passes."""
 
     def bytes_of(self, tensor_id: int, box: Box, images: int) -> int:
         """Return the size in bytes of the part ``box`` of a feature map of ``images`` images."""
 
     def kept(self, boxes: TilePlan, images: int) -> float:
-        """Return the bytes that a tile holds between its forward and its backward pass.
+        """Return the bytes of memory that a tile holds between its forward and backward pass.
 
         Args:
             boxes: the boxes of the tile in each layer.
@@ -97,7 +97,9 @@ class Sizes(Protocol):
         """
 
     def weigh(self, boxes: TilePlan, images: int) -> Weighed:
-        """Return the memory of a tile: the bytes of :meth:`kept`, and the peak bytes of its passes.
+        """Return the memory of a tile: the bytes that :meth:`kept` returns, and its peak bytes.
+
+        The peak bytes are the most that its forward or backward pass needs.
 
         Args:
             boxes: the boxes of the tile in each layer.
@@ -137,11 +139,12 @@ class StreamingExecutor:
         stages: the layers of each stage.
         placement: the rank of each stage, in ``comm``.
         comm: the ranks of the pipeline.
-        returns: True if backward passes follow. Otherwise feature maps are dropped once they are
-            read.
+        returns: True if backward passes follow the forward passes. Otherwise a feature map is
+            dropped once all its readers have read it.
         trims: True to return free memory to the system, which takes some milliseconds. This happens
             before the first forward and backward tile of each segment, and when memory has grown.
-        halos: exchanges the halos of stored feature maps. None if the layout has no exchanges.
+        halos: the object that exchanges the halos of stored feature maps with other ranks; None if
+            ranks exchange no halos.
         budget: budget in bytes for one tile and all tiles whose graphs wait for their backward
             pass; unlimited by default.
 
@@ -149,8 +152,9 @@ class StreamingExecutor:
         watch: called after each tile with the fraction of the tiles that are done.
         span: makes the tracing context of an operation from its kind and name
             (:mod:`distseg.runtime.spans`).
-        last_pass: returns a context for the last operation of a step that adds to the gradients
-            of given parameters. After it, the sums of these gradients over replicas can start.
+        last_pass: returns the context in which an operation runs, given a list of parameters. It
+            is called for an operation after which nothing more is added to the gradients of these
+            parameters in the step, so their sums over replicas can start.
     """
 
     def __init__(
@@ -202,7 +206,11 @@ class StreamingExecutor:
         return f"the feature map after {self.graph[tensor_id - 1].name}"
 
     def label_tiles(self, block: LazyTileBatch) -> Iterator[Box]:
-        """Return the boxes, strips of the owned tile, in which a batch's labels are read."""
+        """Return the boxes in which the labels of a tile batch are read, one after another.
+
+        The boxes cut the owned tile into groups of rows, because the labels of a whole tile may be
+        too large for memory.
+        """
         return strips(block.place.tile, _LABELS)
 
     def plan(
@@ -211,7 +219,7 @@ class StreamingExecutor:
         number: int = 0,
         boxes: Sequence[Sequence[Box]] | None = None,
     ) -> StagePlan:
-        """Return this rank's plan for micro-batch ``number``.
+        """Return this rank's plan (its segments, feature maps and tiles) for one micro-batch.
 
         Plans are cached. Placements with equal sizes share a plan.
 
@@ -268,7 +276,9 @@ class StreamingExecutor:
         )
 
     def keeping(self, program: Sequence[Operation], plans: Sequence[StagePlan]) -> list[Operation]:
-        """Return ``program`` with as many tiles keeping their autograd graphs as the budget allows.
+        """Return ``program``, in which as many tiles keep their graphs as the budget allows.
+
+        A tile whose autograd graph is kept is computed once, any other tile twice.
 
         All tiles keep their graphs if the executor has no budget.
 
@@ -305,7 +315,9 @@ class StreamingExecutor:
         return self._stored[key]
 
     def describe(self, image: Sequence[int], images: int) -> str:
-        """Return a log line about the work in one step of the rank that owns the first tile.
+        """Return a log line with the number of tile passes and the bytes of stored feature maps.
+
+        Both are those of one step on the rank that owns the first tile.
 
         Args:
             image: the size of the images in pixels.
@@ -332,11 +344,11 @@ class StreamingExecutor:
         )
 
     def require_scratch_space(self, *under_way: Sequence[TilePlacement]) -> None:
-        """Refuse a scratch folder that is too small for the feature maps of some micro-batches.
+        """Refuse a scratch folder that is too small for the feature maps that are stored at once.
 
         Args:
-            under_way: for each micro-batch that is stored at the same time, the placements of its
-                tile batches.
+            under_way: for each micro-batch whose feature maps are stored at the same time, the
+                placements of its tile batches.
 
         Raises:
             OSError: if the folder is too small. The message names the folder and both sizes.
@@ -353,9 +365,9 @@ class StreamingExecutor:
     ) -> Iterator[tuple[OutputTile, Tensor]]:
         """Run the operations in order and yield the logits (B, C', *box.size) of each output tile.
 
-        The logits have a graph if ``OutputTile.back`` is True. The caller must then run their
-        backward pass before it asks for the next tile. All ranks that share statistics and all
-        ranks of the pipeline must call this method together.
+        The logits have an autograd graph if ``OutputTile.back`` is True. The caller must then run
+        their backward pass before it asks for the next tile. All ranks that share statistics and
+        all ranks of the pipeline must call this method together.
 
         Args:
             operations: the operations of this rank.
@@ -393,9 +405,9 @@ class StreamingExecutor:
     def _last_additions(
         self, operations: Sequence[Operation], plans: Sequence[StagePlan]
     ) -> dict[int, list[nn.Parameter]]:
-        """Return the parameters to whose gradients each operation adds for the last time.
+        """Return, for each operation, the parameters to whose gradients it is the last to add.
 
-        The keys of the result are positions in ``operations``.
+        The keys of the result are indices of ``operations``.
         """
 
         def parameters_of(segment: tuple[int, int]) -> Iterator[nn.Parameter]:
@@ -415,7 +427,9 @@ class StreamingExecutor:
 
 
 def windows(operations: Sequence[Operation], plan: StagePlan) -> Iterator[Box]:
-    """Return the windows of pixels that a micro-batch reads, in order, so they can be prefetched.
+    """Return the boxes of pixels that a micro-batch reads from its images, in order of the reads.
+
+    The data loader can read these pixels ahead.
 
     Args:
         operations: the operations of the micro-batch.
@@ -428,7 +442,7 @@ def windows(operations: Sequence[Operation], plan: StagePlan) -> Iterator[Box]:
 
 
 def computed(operations: Sequence[Operation], plan: StagePlan) -> Iterator[tuple[int, Box]]:
-    """Yield (layer number, output box) for each layer of each tile that a micro-batch computes.
+    """Yield (layer number, box of the layer's output) for each layer that runs on each tile.
 
     Args:
         operations: the operations of the micro-batch.
@@ -442,7 +456,10 @@ def computed(operations: Sequence[Operation], plan: StagePlan) -> Iterator[tuple
 
 
 def _sizes(places: Sequence[TilePlacement]) -> tuple:
-    """Return a cache key for the plan of a micro-batch with these placements."""
+    """Return a cache key that is equal for micro-batches with equal images, tiles and numbers.
+
+    The key has, for each tile batch, the size of its images, its tile and the number of images.
+    """
     return tuple((place.image, place.tile, len(place.images)) for place in places)
 
 
@@ -524,9 +541,10 @@ class LayoutTiles:
         )
 
     def _in_rows(self, block: int, tensor_id: int) -> bool:
-        """Return True if all streamed tiles that compute or read a feature map are whole rows.
+        """Return True if all streamed tiles that compute or read a feature map have whole rows.
 
-        Always return False if the mesh divides the rows of the image between ranks.
+        A tile has whole rows if it is as wide as the feature map. Always return False if the mesh
+        divides the rows of the image between ranks.
         """
         if any(g > 1 for g in self.layouts[block].grid[1:]):
             return False
@@ -542,7 +560,7 @@ class LayoutTiles:
         )
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
-        """Return the rows of each feature map that a segment reads to compute rows of its result.
+        """Return the rows of its input feature maps from which a segment computes given rows.
 
         The keys of the result are numbers of feature maps.
 
@@ -599,7 +617,7 @@ class MicroBatchRun:
         self._sending_grads: dict[tuple[int, int], Sending] = {}
 
     def do(self, op: Operation) -> None:
-        """Run an operation, except :class:`OutputTile` and :class:`Loss`."""
+        """Run one operation of any class except :class:`OutputTile` and :class:`Loss`."""
         _RUNS[type(op)](self, op)
 
     def output(self, op: OutputTile) -> Iterator[Tensor]:
@@ -777,8 +795,9 @@ class MicroBatchRun:
 
         Args:
             number: the index of the layer in the graph.
-            part: what the layer reads and computes.
-            there: for each map that the tile holds, its cells and their box.
+            part: the boxes that the layer reads and computes.
+            there: for the number of each feature map that is in memory, the cells that the tile
+                reads of it, and their box.
             op: the operation on the tile.
         """
         self.transfers.progress()
@@ -796,10 +815,10 @@ class MicroBatchRun:
     def _share(self, number: int, op: TileOperation) -> float:
         """Return the weight, from 0 to 1, of a tile in the statistics of norm ``number``.
 
-        The weight matters only if the norm reads a vector of the image, such as the means of its
-        channels: every tile has the whole vector, which must count once in all. The weight is then
-        the fraction of the image's cells that the tile owns. If several segments compute the norm,
-        tiles of all segments but the first have weight 0. For a norm of feature maps it is 1.
+        The weight is 1 for a norm of feature maps. But a norm may read a vector of the image, such
+        as the means of its channels. Every tile has this whole vector, which must be counted only
+        once. The weight is then the fraction of the image's cells that the tile owns. If several
+        segments compute the norm, tiles of all segments but the first have weight 0.
         """
         if self.norms[number].norm.parts is None:  # A norm of feature maps.
             return 1.0
@@ -812,6 +831,8 @@ class MicroBatchRun:
 
     def _add_gradients(self, i: int, leaves: list) -> None:
         """Add the gradients of a tile's inputs to the stored gradients, and empty ``leaves``.
+
+        The inputs are the windows of feature maps that the tile read.
 
         Args:
             i: the index of the tile batch.
@@ -829,7 +850,10 @@ class MicroBatchRun:
 
     @torch.no_grad()
     def measure(self, op: Measure) -> None:
-        """Collect the moments of a feature map for the norms that read it (:class:`Measure`)."""
+        """Compute the moments of a feature map for the norms that read it (:class:`Measure`).
+
+        Moments are count, mean and sum of squared deviations.
+        """
         for i in self._blocks():
             for box in strips(
                 self.grid.computed(i, op.tensor_id), _CELLS if op.tensor_id else _PIXELS
@@ -860,7 +884,10 @@ class MicroBatchRun:
 
     @torch.no_grad()
     def apply_statistics_grad(self, op: ApplyStatisticsGrad) -> None:
-        """Add the statistics' gradient to a stored gradient (:class:`ApplyStatisticsGrad`)."""
+        """Add the gradient through norms' statistics to a feature map's stored gradient.
+
+        See :class:`ApplyStatisticsGrad`.
+        """
         for i in self._blocks():
             self._wait_for_rows(i, op.tensor_id)
             gradient, stored = self.gradients[i, op.tensor_id], self.maps[i, op.tensor_id]
@@ -875,14 +902,16 @@ class MicroBatchRun:
     def _with_statistics_grad(
         self, tensor_id: int, i: int, box: Box, g: Tensor, y: Tensor
     ) -> Tensor:
-        """Add the gradient by the statistics of norms to the gradient ``g`` of a map's cells.
+        """Return the gradient ``g`` of a map's cells plus the gradient through norms' statistics.
+
+        The statistics of the norms that read the map depend on all of its cells.
 
         Args:
             tensor_id: the index of the map that the norms read.
             i: the index of the tile batch.
             box: the box of the cells.
             g: the gradient of the cells so far.
-            y: the cells.
+            y: the values of the cells.
         """
         own = self._at(tensor_id, i, box)
         for number in self._norms_of(tensor_id):
@@ -940,7 +969,10 @@ class MicroBatchRun:
             )
 
     def recv_grad_rows(self, op: RecvGradRows) -> None:
-        """Start to receive the gradient that a reader of a map returns (:class:`RecvGradRows`)."""
+        """Start to receive the gradient of a feature map from a rank that reads the map.
+
+        See :class:`RecvGradRows`.
+        """
         for i in self._blocks():
             box = self.grid.computed(i, op.tensor_id)
             coming = Receiving(
@@ -954,7 +986,10 @@ class MicroBatchRun:
             )
 
     def send_rows(self, op: SendRows) -> None:
-        """Send the rows of a feature map that are final now to its readers (:class:`SendRows`)."""
+        """Send final rows of a feature map to the ranks that read it.
+
+        A row is final if no later pass changes it (:class:`SendRows`).
+        """
         key = op.block, op.tensor_id
         if key not in self._sending:
             readers = self.plan.readers[op.tensor_id]
@@ -968,7 +1003,10 @@ class MicroBatchRun:
         self.transfers.progress()
 
     def send_grad_rows(self, op: SendGradRows) -> None:
-        """Send the gradient rows that are final now to the map's maker (:class:`SendGradRows`)."""
+        """Send final rows of a feature map's gradient to the rank that computed the map.
+
+        A row is final if nothing more is added to it (:class:`SendGradRows`).
+        """
         # Tile batches are sent in order. Rows of a small batch may become final only after rows of
         # the next batch.
         for i in range(op.block + 1):
@@ -1010,7 +1048,7 @@ class MicroBatchRun:
     def drop(self, op: Drop) -> None:
         """Release a stored feature map (:class:`Drop`).
 
-        Wait first for messages that still bring rows of the map or send them.
+        Wait first until the messages that receive or send rows of the map are complete.
         """
         for i in self._blocks():
             self._wait_for_rows(i, op.tensor_id)  # Rows that no window reads arrive too.
@@ -1029,10 +1067,10 @@ class MicroBatchRun:
             maps.pop((i, tensor_id)).close()
 
     def _map(self, maps: dict, i: int, tensor_id: int, like: Tensor) -> Map:
-        """Return the store of a feature map, or of its gradient; make it at the first call.
+        """Return the object that stores a feature map or its gradient; make it at the first call.
 
         Args:
-            maps: the stores, of maps or of gradients.
+            maps: ``self.maps`` or ``self.gradients``, the objects that exist so far.
             i: the index of the tile batch.
             tensor_id: the index of the map.
             like: a tensor with the channels, dtype and device of the map.

@@ -62,10 +62,10 @@ _GLOBAL = (
 class TiledModel(nn.Module):
     """Model whose ``forward`` maps all windows of this rank to their outputs.
 
-    A flat network (a list of layer calls) computes each layer on all windows before the next layer,
-    so that a norm gets all windows at once. Any other module computes one window after another. It
-    accepts only one window if it has active norms, which compute their statistics from the current
-    images.
+    In a flat network (a list of layer calls), each layer is computed on all windows before the next
+    layer, so that a norm gets all windows at once. Any other module computes one window after
+    another. It accepts only one window if it has active norms, which compute their statistics from
+    the current images.
 
     With an ``exchange``, halos are exchanged between layers, and a layer computes only the cells
     that later layers read, which may be the tile without any halo.
@@ -130,7 +130,10 @@ class TiledModel(nn.Module):
         return any(n.active for n in self.norms)
 
     def device_of(self, part: range) -> torch.device | None:
-        """Return the device of the layers ``part``, or None if they have no weights or buffers."""
+        """Return the device of some layers, or None if they have no weights or buffers.
+
+        ``part`` has the numbers of the layers.
+        """
         tensors = (
             t
             for layer in self.layers[part.start : part.stop]
@@ -153,7 +156,7 @@ class TiledModel(nn.Module):
         self.__dict__.pop("dropouts", None)
 
     def begin_at(self, ranges: Sequence[range]) -> None:
-        """Set ``inplace`` to False in the layers that would overwrite the input of a stage.
+        """Set ``inplace`` to False in the layers that would overwrite an input of their stage.
 
         The memory of the input may belong to another stage.
 
@@ -229,7 +232,7 @@ class TiledModel(nn.Module):
                 dict holds the last layer's result and the feature maps in ``leaving``.
             places: the placement of each window.
             part: the numbers of the layers.
-            leaving: the numbers of the feature maps to keep for other stages.
+            leaving: the numbers of the feature maps that other stages read, which are kept.
             after_layer: called after each layer.
         """
         self.context.places = places
@@ -277,7 +280,7 @@ class TiledModel(nn.Module):
         return compute
 
     def _frees_of(self, part: range, leaving: frozenset[int]) -> dict[int, list[int]]:
-        """Return, for each layer in ``part``, the feature maps to release once it has run.
+        """Return, for each layer in ``part``, the feature maps to release once the layer has run.
 
         These are the maps that no later layer in ``part`` reads and that are not in ``leaving``.
         """
@@ -475,7 +478,8 @@ def _graph(model: nn.Module) -> Graph | None:
 def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
     """Return, for each layer of a model, the numbers of the feature maps that it reads.
 
-    Return None if the model is not a list of layer calls, or if one of its layers contains a norm.
+    Feature map 0 is the image, n + 1 the result of layer n. Return None if the model is not a list
+    of layer calls, or if a norm is hidden inside one of its layers.
     """
     try:
         calls = calls_of(model)
@@ -491,10 +495,11 @@ def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
 
 
 def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
-    """Replace layers that need positions or another map's size by their distributed counterparts.
+    """Replace two kinds of layers by counterparts that know where a tile lies in the image.
 
-    If the output of a layer takes the size of another feature map, the layer's counterpart computes
-    this size from the size of the image, because the other feature map may be on another rank.
+    The first kind depends on the position of each cell in the image. The second kind gives its
+    output the size of another feature map, which may be on another rank. The counterpart computes
+    this size from the size of the image.
 
     Args:
         model: the model, changed in place.
@@ -502,7 +507,7 @@ def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
         context: the state that the counterparts share.
 
     Raises:
-        ValueError: if there is such a layer, but the graph is not known (None).
+        ValueError: if the model has a layer of the second kind, but ``graph`` is None.
     """
     for name, layer in list(model.named_modules()):
         if isinstance(layer, Positions):
@@ -519,13 +524,13 @@ def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
 
 
 def _size_of(graph: Graph, name: str, image: Sequence[int]) -> tuple[int, ...]:
-    """Return the size of the result of layer ``name``, given the size of the image."""
+    """Return the size in cells of the result of layer ``name``, for images of size ``image``."""
     number = next(number for number, node in enumerate(graph) if node.name == name)
     return graph.sizes(image)[number + 1]
 
 
 def _flat_parts(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the flat networks (lists of layer calls) in a model, or the model if it is flat."""
+    """Yield the flat networks (lists of layer calls) among a model and its submodules."""
     if is_flat(model):
         yield model
     else:
@@ -540,7 +545,7 @@ def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 class Folded(_Instead):
-    """Placeholder that returns its input, for a layer whose work is done elsewhere.
+    """Placeholder that returns its input, for a layer whose work another object does.
 
     It replaces a dropout or activation that the neighbouring norm computes. It also replaces a
     layer that stores a skip, because the executor keeps the skip.
@@ -551,7 +556,9 @@ class Folded(_Instead):
 
 
 def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
-    """Return the layer calls of a network, and how many layers read each feature map, by number.
+    """Return the layer calls of a network, and the number of layers that read each feature map.
+
+    Feature map 0 is the input, n + 1 the result of call n.
 
     The network may also be a Sequential whose skips begin or end in another part of the model.
     """
@@ -567,10 +574,10 @@ def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
 
 
 def _fold(part: nn.Module) -> None:
-    """Fuse norms with the channel dropout before them and the ReLU or LeakyReLU after them.
+    """Let norms compute the channel dropout before them and the ReLU or LeakyReLU after them.
 
-    The norm computes these layers too. :class:`Folded` takes their places. A layer is fused only if
-    no other layer reads the feature map between it and the norm.
+    In the model, :class:`Folded` takes the places of the dropout and the activation. A layer is
+    fused only if no other layer reads the feature map between it and the norm.
 
     Args:
         part: a list of layer calls, changed in place.
@@ -599,10 +606,10 @@ def _fold(part: nn.Module) -> None:
 
 
 def _act_in_place(part: nn.Module) -> None:
-    """Let activations overwrite their input where that is safe.
+    """Make ReLU and LeakyReLU layers overwrite their input where that does not change a result.
 
-    It is safe if no other layer reads the input, and if the layer that computed the input does not
-    need it in its backward pass.
+    It changes no result if no other layer reads the input, and if the layer that computed the
+    input does not need it in its backward pass.
     """
     calls, readers = _calls(part)
     fresh: set[int] = set()
@@ -627,7 +634,10 @@ _HANDS_ON = (nn.Identity, KeyedDropout, Folded)
 
 
 def _share_statistics(norms: Sequence[DistributedNorm]) -> None:
-    """Let distributed norms share running statistics if they replace the same layer of the user."""
+    """Let distributed norms share running statistics if they replace the same layer of the user.
+
+    A model that calls one norm several times has a distributed norm for each call.
+    """
     keepers: dict[int, DistributedNorm] = {}
     for norm in norms:
         first = keepers.setdefault(id(norm.running_mean), norm)
@@ -636,9 +646,10 @@ def _share_statistics(norms: Sequence[DistributedNorm]) -> None:
 
 
 def _check_own_layers(model: nn.Module) -> None:
-    """Refuse norms and dropouts that are modified, or that the model has under several names.
+    """Refuse a norm or dropout that is modified, or that the model has under several names.
 
-    Statistics and dropout masks belong to one name in the model.
+    The computation of a modified layer is not that of its PyTorch class. Statistics and dropout
+    masks belong to one name in the model.
 
     Raises:
         ValueError: the model has such a layer. The message names it.
@@ -674,13 +685,13 @@ def _positional_layers(model: nn.Module) -> list[str]:
 
 
 def cumulative_strides(model: nn.Module, reach: ReceptiveField) -> dict[str, tuple[int, ...]]:
-    """Return, by layer name, the number of image pixels per input cell along each dim.
+    """Return, for some layers, the number of image pixels per cell of their input, along each dim.
 
-    Only layers that must know the position of their input are included. The strides are computed on
-    the meta device.
+    These are the layers that must know the position of their input in the image, such as norms and
+    dropouts. The keys of the result are their names. The strides are computed on the meta device.
 
     Raises:
-        ValueError: if such a layer is called on feature maps of different strides.
+        ValueError: if one of these layers is called on feature maps of different strides.
     """
     layers = _positional_layers(model)
     if not layers:

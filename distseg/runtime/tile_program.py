@@ -174,12 +174,12 @@ class StagePlan:
 
 
 def receives(plan: StagePlan) -> list[Operation]:
-    """Return the operations that receive the feature maps which other ranks compute."""
+    """Return the operations that receive the feature maps of other ranks which this rank reads."""
     return [RecvRows(plan.number, tensor_id) for tensor_id in plan.elsewhere]
 
 
 def gradient_receives(plan: StagePlan, stage: int) -> list[Operation]:
-    """Return the operations that receive gradients, for the feature maps that a stage has sent."""
+    """Return the operations that receive the gradients of the feature maps that a stage sent."""
     made = [plan.stop(s) for s in plan.of_stage(stage) if not plan.is_last(s)]
     return [
         RecvGradRows(plan.number, tensor_id, reader)
@@ -189,7 +189,7 @@ def gradient_receives(plan: StagePlan, stage: int) -> list[Operation]:
 
 
 def forward(plan: StagePlan, stage: int) -> Iterator[Operation]:
-    """Yield the forward operations of a stage's segments on this rank.
+    """Yield the operations of the forward passes of a stage's segments on this rank.
 
     The network's last segment is left out, because :func:`output_passes` has its operations.
     """
@@ -217,7 +217,7 @@ def forward(plan: StagePlan, stage: int) -> Iterator[Operation]:
 
 
 def output_passes(plan: StagePlan, back: bool | None = None) -> Iterator[Operation]:
-    """Yield the operations of the network's last segment, on the rank that runs it.
+    """Yield the operations of the network's last segment, which computes the output tiles.
 
     Args:
         back: True to run backward passes too; by default the value of ``plan.back``.
@@ -235,7 +235,7 @@ def output_passes(plan: StagePlan, back: bool | None = None) -> Iterator[Operati
 
 
 def backward(plan: StagePlan, stage: int) -> Iterator[Operation]:
-    """Yield the backward operations of a stage's segments, last segment first.
+    """Yield the operations of the backward passes of a stage's segments, last segment first.
 
     The network's last segment is left out, because :func:`output_passes` has its backward passes.
     """
@@ -292,9 +292,9 @@ def step(plans: Sequence[StagePlan], actions: Sequence[Action], linear: bool) ->
 def extra_forward(plans: Sequence[StagePlan], actions: Sequence[Action]) -> list[Operation]:
     """Return the operations of a forward pass without a backward pass.
 
-    This forward pass runs before the operations of :func:`step` if the loss gradient depends on all
-    results of the step. Feature maps that a stage computes only for other ranks are dropped after
-    this rank's next forward pass, so that they can be sent in the meantime.
+    This forward pass runs before the operations that :func:`step` returns if the loss gradient
+    depends on all results of the step. Feature maps that a stage computes only for other ranks are
+    dropped after this rank's next forward pass, so that they can be sent in the meantime.
 
     Args:
         plans: the plans of the micro-batches.
@@ -370,7 +370,10 @@ def _written(plan: StagePlan, op: Operation) -> list[tuple[str, int, int]]:
 
 
 def _collectives_on(plan: StagePlan, tensor_id: int) -> Iterator[Operation]:
-    """Yield the collectives on a complete feature map: halo exchange and statistics of norms."""
+    """Yield the collectives on a complete feature map: halo exchange and statistics of norms.
+
+    Yield only those that the layers after the feature map need.
+    """
     if tensor_id in plan.points:
         yield FetchHalo(plan.number, tensor_id)
     if tensor_id in plan.active:
@@ -404,10 +407,11 @@ def _drop_read_maps(
 def _final_gradient_rows(
     plan: StagePlan, fronts: _Fronts, segment: int, block: int
 ) -> Iterator[Operation]:
-    """Yield the sends of gradient rows that are final now, for maps that other ranks computed.
+    """Yield the operations that send final gradient rows to the ranks that computed the maps.
 
-    A map before an active norm or a halo exchange is left out, because all its rows become final
-    at the same time (see :func:`_after_all_readers`).
+    The gradient of a row is final if no later backward pass adds to it. A map before an active norm
+    or a halo exchange is left out, because all its rows become final at the same time (see
+    :func:`_after_all_readers`).
 
     Args:
         plan: the plan of the micro-batch.
@@ -431,7 +435,7 @@ def _final_gradient_rows(
 
 
 def _after_all_readers(plan: StagePlan, stage: int, tensor_id: int) -> Iterator[Operation]:
-    """Yield the operations on a feature map that follow all backward passes of its readers.
+    """Yield the operations on a map that follow the backward passes of all segments that read it.
 
     These operations complete the map's gradient (statistics of norms and halo), send it if another
     rank computed the map, and drop the map. Yield nothing if an earlier stage of this rank reads
@@ -476,11 +480,11 @@ class _Band(NamedTuple):
 
 
 class _Fronts:
-    """Progress of some segments of this rank through their rows of tiles (:class:`_Band`).
+    """Record of how many rows of tiles (:class:`_Band`) each of some segments has computed.
 
     Args:
         plan: the plan of the micro-batch.
-        segments: the numbers of the segments.
+        segments: the numbers of the segments, all of this rank.
     """
 
     def __init__(self, plan: StagePlan, segments: Sequence[int]):
@@ -498,9 +502,10 @@ class _Fronts:
     def in_order(
         self, preferred: Iterable[int], ready: Callable[[int, _Band], bool]
     ) -> Iterator[tuple[int, _Band]]:
-        """Yield all rows of tiles of some segments as (segment, row of tiles), in a valid order.
+        """Yield all rows of tiles of some segments as (segment, row of tiles), each when ready.
 
-        The next row of tiles is that of the first segment in ``preferred`` that has a ready one.
+        If the next rows of tiles of several segments are ready, the segment that comes first in
+        ``preferred`` goes on.
 
         Args:
             preferred: the segments, most preferred first.
@@ -520,7 +525,7 @@ class _Fronts:
         return self._at[segment] == len(self.bands[segment])
 
     def readers(self, tensor_id: int) -> list[int]:
-        """Return the segments in ``self.segments`` that read a feature map."""
+        """Return the numbers of the segments in ``self.segments`` that read a feature map."""
         return self._readers.get(tensor_id, [])
 
     def can_go_forward(self, band: _Band) -> bool:
@@ -536,12 +541,14 @@ class _Fronts:
         )
 
     def _is_made(self, tensor_id: int, block: int, rows: Span) -> bool:
-        """True if rows of a map are made already, or if no segment in ``bands`` makes them.
+        """Return True if rows of a feature map are computed already.
+
+        Also return True if no segment in ``self.segments`` computes the map.
 
         Args:
-            tensor_id: the index of the map.
+            tensor_id: the index of the feature map.
             block: the index of the tile batch.
-            rows: the rows (first, after the last).
+            rows: the rows (start, stop).
         """
         maker = self.plan.made.get(tensor_id)
         if maker not in self.bands or self.is_done(maker):
@@ -570,8 +577,8 @@ class _Fronts:
     def _final(self, tensor_id: int, block: int) -> float:
         """Return the first row of a feature map whose gradient is not final yet.
 
-        A row is not final if a tile reads it whose backward pass :meth:`in_order` has not yielded
-        yet. The result is infinity if all rows are final.
+        A row is not final if :meth:`in_order` has not yet yielded the backward pass of a tile that
+        reads the row. The result is infinity if all rows are final.
         """
         return min(
             (self._reads_from(s, tensor_id, block) for s in self.readers(tensor_id)),
@@ -579,7 +586,9 @@ class _Fronts:
         )
 
     def _reads_from(self, segment: int, tensor_id: int, block: int) -> float:
-        """Return the first row of a map that a segment still reads; infinity if it reads no more.
+        """Return the first row of a feature map that tiles of a segment will still read.
+
+        Return infinity if they will read no more rows.
 
         Args:
             segment: the index of the segment.
@@ -596,9 +605,9 @@ class _Fronts:
         )
 
     def grown(self, tensor_id: int, block: int) -> int | None:
-        """Return the first row of a feature map whose gradient is not final, if rows were added.
+        """Return the first row whose gradient is not final, if more rows are final than before.
 
-        The gradients of all rows before it are final and can be sent.
+        The gradients of all rows of the feature map before this row are final and can be sent.
 
         Args:
             tensor_id: the index of the feature map.
@@ -630,7 +639,7 @@ def _bands(plan: StagePlan, segment: int) -> list[_Band]:
 
 
 def _lowest(bands: Sequence[_Band]) -> list[dict[int, int]]:
-    """Return the smallest index of a row of cells that each row of tiles or a later one reads.
+    """Return, for each row of tiles, the first row of cells that it or a later row of tiles reads.
 
     Gradients of rows with smaller indices are final, because backward passes follow the order of
     ``bands``. A later row of tiles may read smaller indices than the one before it, because

@@ -35,12 +35,12 @@ _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Sending:
-    """Transfer of a feature map to another rank.
+    """Transfer of a feature map to another rank, in messages of some rows each.
 
     Args:
-        stored: the map.
+        stored: the stored feature map.
         box: the part to send; by default the whole map.
-        then: called once all rows are sent.
+        then: a function that is called once all rows are sent.
 
     Attributes:
         final: the first row that may still change, in the coordinates of the feature map. The owner
@@ -61,7 +61,9 @@ class Sending:
         self._under_way: deque[Message] = deque()
 
     def progress(self, start: Callable[[Tensor], Message]) -> bool:
-        """Start sends of the rows that are final, and return True once all rows are sent.
+        """Start to send the rows that are final, and return True once all rows are sent.
+
+        Rows are final if no later pass changes them.
 
         Args:
             start: begins to send a tensor and returns the message.
@@ -94,7 +96,7 @@ class Sending:
 
 
 class Receiving:
-    """Transfer of a feature map from another rank.
+    """Transfer of a feature map from another rank, in messages of some rows each.
 
     Args:
         box: the part to receive.
@@ -134,10 +136,10 @@ class Receiving:
                 self._put(values, size)
 
     def _wanted(self) -> Tensor | None:
-        """Return a buffer for the next message, or None if no other receive may be started now.
+        """Return a buffer for the next message, or None if no further receive may start now.
 
-        No receive is started if the receives under way may already bring all remaining rows. The
-        first message is the header, with the four numbers of :func:`_head`.
+        No further receive starts if the receives under way may already bring all remaining rows.
+        The first message is the header, with the four numbers of :func:`_head`.
         """
         if self.stored is None:
             return None if self._under_way else torch.empty(4, dtype=torch.int64)
@@ -259,7 +261,11 @@ def _strip(box: Box, first: int, stop: int) -> Box:
 
 
 def _head(stored: Map | VectorMap) -> Tensor:
-    """Return the header: the numbers from which the receiver creates a map like this one."""
+    """Return the header of a transfer: numbers from which the receiver makes a map like this one.
+
+    They are the number of images, the number of channels, the dtype, and a number for the memory
+    format (2 for a vector of the image).
+    """
     return torch.tensor(
         [
             stored.images,

@@ -47,11 +47,11 @@ _DEFAULTS = Config()
 
 @dataclass(frozen=True)
 class Facts:
-    """A config and the norms of its plain model, from which rules and notes follow.
+    """Config and norms of a model, from which this module finds conflicts between settings.
 
     Attributes:
         config: the settings.
-        norms: name and module of each norm; empty if there is no model.
+        norms: name and module of each norm of the plain model; empty if there is no model.
     """
 
     config: Config
@@ -74,7 +74,7 @@ class Facts:
 
     @property
     def windows(self) -> bool:
-        """True if norms take each window as an image of its own (``approximate.norms: window``)."""
+        """True if norms treat each window as a separate image (``approximate.norms: window``)."""
         return self.config.approximate.norms == "window"
 
     @property
@@ -92,9 +92,10 @@ class Facts:
 
     @property
     def shared(self) -> str | None:
-        """Text on the first norm whose statistics several ranks compute together, or None.
+        """Sentence part about the first norm whose statistics several ranks would compute together.
 
-        An example is ``bn1 (batch norm) would take its statistics over 4 ranks``.
+        It is None if there is no such norm. An example is ``bn1 (batch norm) would take its
+        statistics over 4 ranks``.
         """
         return self._first(
             lambda norm: not self.windows and self._is_active(norm) and self._ranks(norm) > 1,
@@ -128,7 +129,7 @@ class Facts:
         return None
 
     def notes(self) -> list[str]:
-        """Return notes for the user, one sentence each, on settings that depend on model or mesh.
+        """Return notes for the user, one sentence each, such as about settings without effect.
 
         Most notes say that a setting has no effect with this model or mesh.
         """
@@ -425,11 +426,11 @@ def check_norms(
 
 
 def smallest(sizes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """Return the minimal sizes of images, by the names of images.
+    """Return the smallest of some image sizes, by the names of the images.
 
-    A size is minimal if no other size is at most as large in every dim. Of several images of one
-    size, the result has one. Only these images are checked, because larger images have larger
-    feature maps.
+    A size is left out if another size is at most as large in every dim. Of several images of one
+    size, the result has one. The caller checks only the images in the result, because larger images
+    have larger feature maps.
 
     Args:
         sizes: the size of each image by its name.
@@ -448,9 +449,10 @@ def _volume(item: tuple[str, Sequence[int]]) -> int:
 def _values_of_norms(
     model: nn.Module, size: Sequence[int], images: int, frozen: bool
 ) -> Iterator[tuple[str, int]]:
-    """Yield the name of each active norm and the number of values in each of its statistics.
+    """Yield, for each active norm, its name and the number of values behind each statistic.
 
-    Yield nothing if the model is not captured as a graph.
+    An active norm computes its statistics from the current images. Each statistic, such as a mean,
+    is taken over this number of values. Yield nothing if the model is not captured as a graph.
 
     Args:
         model: the model, plain or captured.
@@ -475,7 +477,9 @@ def _values_of_norms(
 
 
 def check_labels(store: Store, model: nn.Module, data: DataBase, loss: LossConfig) -> None:
-    """Refuse a network, or a loss, that does not fit the kind of labels in the store.
+    """Refuse a network or a loss that does not fit the kind of labels in the store.
+
+    Labels are a class for each pixel, or a class or a number for each image.
 
     Args:
         store: the training data.
@@ -569,7 +573,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def _nothing_summed(mesh: MeshBase, approximate: ApproximateBase) -> list[str]:
-    """Return a note if ``approximate.gradients`` is set, but ranks sum no gradients.
+    """Return a list with a note if ``approximate.gradients`` is set, but ranks sum no gradients.
 
     Otherwise return an empty list.
     """
@@ -582,7 +586,7 @@ def _nothing_summed(mesh: MeshBase, approximate: ApproximateBase) -> list[str]:
 
 
 def _fewer_groups(settings: ModelBase, norms: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    """Return a note on the first group norm with fewer groups than ``model.groups``.
+    """Return a list with a note on the first group norm with fewer groups than ``model.groups``.
 
     Return an empty list if no group norm has fewer groups.
 

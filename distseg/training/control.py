@@ -37,7 +37,7 @@ _SLACK, _SHARE = 30.0, 0.1
 
 
 class Decision(NamedTuple):
-    """Decision of all ranks after a step.
+    """Decision of all ranks after an optimizer step: go on, save a checkpoint, or end the run.
 
     Attributes:
         save: True to write a checkpoint.
@@ -49,7 +49,7 @@ class Decision(NamedTuple):
 
 
 class RunControl:
-    """Context manager that lets signals and clocks save or end a run.
+    """Context manager in which signals and clocks can save a checkpoint or end the run.
 
     Inside its ``with`` block it counts the signals SIGUSR1, SIGUSR2 and SIGTERM, and watches
     ``train.checkpoint_minutes`` and the job's time limit. :meth:`decision` then says what to do.
@@ -108,7 +108,10 @@ class RunControl:
         return Decision(bool(save or stop), _STOPS[stop])
 
     def ask(self) -> Decision:
-        """Return a decision outside of a step: call :meth:`post` and :meth:`decision` at once."""
+        """Return the ranks' decision outside of a step.
+
+        Call :meth:`post` and :meth:`decision` one after the other. All ranks must call it together.
+        """
         self.post()
         return self.decision()
 

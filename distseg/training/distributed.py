@@ -35,9 +35,10 @@ _MOST_CRITERIA = 16  # criteria that are kept, for loops that make a new one in 
 
 
 class Shard(NamedTuple):
-    """This rank's part of images or targets, as ``model(shard)`` and a criterion take it.
+    """This rank's part of images or targets, an argument of ``model(shard)`` and of a criterion.
 
-    :meth:`DistributedModel.shard` returns it. The pixels are cut out only when they are used.
+    :meth:`DistributedModel.shard` returns it. The pixels of this rank's tile are cut out of the
+    images only when they are used.
 
     Attributes:
         model: the model whose :meth:`~DistributedModel.shard` returned this object.
@@ -90,7 +91,7 @@ class DistributedModel(nn.Module):
         inputs: number of bands of each input, if the module takes several.
         order: names of the tensors of the user's module, in the order of its state dict.
         joins_images: True if the images of a batch influence each other even in evaluation mode.
-        changes: finds changes of the user's module; by default there is none to compare.
+        changes: finds changes that are made to the user's module later; None to look for none.
     """
 
     def __init__(
@@ -264,9 +265,10 @@ class DistributedModel(nn.Module):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors
     ) -> None:
-        """Add the tensors of a state dict under the names of the network's layers, which load them.
+        """Add the tensors of a state dict to it under the names of the network's layers.
 
-        PyTorch calls it in ``load_state_dict`` of a module that contains this one.
+        The layers then load their tensors. PyTorch calls this method in ``load_state_dict`` of a
+        module that contains this one. Its arguments are those of the method of ``nn.Module``.
 
         Raises:
             ValueError: the state dict is loaded with ``assign=True``.
@@ -281,7 +283,7 @@ class DistributedModel(nn.Module):
             state_dict[f"{prefix}network.{name}"] = state_dict.get(given, own)
 
     def _check_assign(self, assign: bool) -> None:
-        """Refuse a state dict whose tensors would replace those that the optimizer updates."""
+        """Refuse ``assign=True``, which would replace the tensors that the optimizer updates."""
         if assign:
             raise ValueError(
                 "assign=True would give the model tensors that its optimizer does not update: "
@@ -347,8 +349,8 @@ class DistributedModel(nn.Module):
     def no_sync(self):
         """Return a context manager in which backward passes do not sum gradients over replicas.
 
-        The first backward pass after the block sums the gradients of all these passes. So several
-        calls of :meth:`backward` need only one sum over ranks.
+        The first backward pass after the block also sums the gradients of the passes in the block.
+        So several calls of :meth:`backward` need only one sum over ranks.
         """
         before, self._syncs = self._syncs, False
         try:
@@ -359,8 +361,8 @@ class DistributedModel(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients of all stages so that their common norm is at most ``max_norm``.
 
-        All ranks must call it together. It returns the norm before scaling. With one stage it does
-        what ``torch.nn.utils.clip_grad_norm_`` does.
+        Return the norm before scaling. All ranks must call the method together. With one stage it
+        does what ``torch.nn.utils.clip_grad_norm_`` does.
 
         Raises:
             ValueError: gradients of a :meth:`no_sync` block are not summed over the replicas yet.
@@ -379,7 +381,7 @@ class DistributedModel(nn.Module):
         return norm
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the epoch with this number, on which the masks of dropout depend."""
+        """Begin epoch ``epoch``, on which dropout masks depend; count images from 0 again."""
         self.epoch, self.images_seen = epoch, 0
 
     def _check_changes(self) -> None:
@@ -395,9 +397,9 @@ class DistributedModel(nn.Module):
             self._changes.check()
 
     def _prepared(self, image, target, criterion) -> list[list[TileBatch | LazyTileBatch]]:
-        """Check the arguments of :meth:`backward`, and set the engine's loss.
+        """Check the arguments of :meth:`backward`, set the engine's loss, and return the step.
 
-        Return for each micro-batch a list of this rank's tile batches.
+        The result has, for each micro-batch, a list of this rank's tile batches.
         """
         with raise_jointly(self.mesh.world):
             self._check_frozen()
@@ -428,7 +430,7 @@ class DistributedModel(nn.Module):
         ]
 
     def _rows(self, images: int, micro_batches: int) -> tuple[Rows, int]:
-        """Count the images of a new step in ``images_seen``, and return their numbers.
+        """Add the images of a new step to the count ``images_seen``, and return their numbers.
 
         Args:
             images: number of images of a sample group in a micro-batch.
@@ -495,7 +497,7 @@ class DistributedModel(nn.Module):
 
         Args:
             given: the user's argument ``criterion`` of :meth:`backward`.
-            targets: the targets of the step, on some of which the criterion is tried.
+            targets: the targets of the step. The check computes the criterion on a part of them.
         """
         key = given if isinstance(given, str) else id(given)
         form = (str(targets.dtype), ()) if self._outputs.whole else targets.form
@@ -609,12 +611,14 @@ class DistributedModel(nn.Module):
     def _tile_batch(
         self, images: Arrays | Stacked, targets, group: list[int], place: TilePlacement
     ) -> TileBatch | LazyTileBatch:
-        """Return a tile of several images with its labels. Streamed tiles are read later.
+        """Return the pixels and labels of one tile of several images of equal size.
+
+        If tiles are streamed, pixels and labels are read later, when they are needed.
 
         Args:
-            images, targets: the images and labels of the micro-batch.
-            group: the indices of the images.
-            place: the tile.
+            images, targets: all images and targets of the step.
+            group: the indices of the images of this tile batch.
+            place: the tile and its window.
         """
 
         def pixels(box: Box) -> Tensor:
@@ -654,8 +658,8 @@ class DistributedModel(nn.Module):
     def _begin(self, factor: float = 1.0) -> None:
         """Move the gradients of earlier backward passes out of ``grad``, and empty ``grad``.
 
-        So ``grad`` gets only this rank's part from the backward pass that begins now.
-        :meth:`_finish` adds the earlier gradients again.
+        In the backward pass that begins now, ``grad`` then gets only this rank's part of the new
+        gradient. :meth:`_finish` adds the earlier gradients again.
 
         Args:
             factor: factor of the gradients of this backward pass.
@@ -710,7 +714,7 @@ class DistributedModel(nn.Module):
         return now is before.gradient and now._version == before.version
 
     def _complete(self, gradients: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """Multiply gradients by their factor, and add the parts from :meth:`no_sync` blocks.
+        """Multiply gradients by ``self._factor``, and add the parts from :meth:`no_sync` blocks.
 
         Args:
             gradients: the gradients of ``parameters`` in one tensor.
@@ -731,7 +735,7 @@ class DistributedModel(nn.Module):
         is summed. All ranks must call the method together.
 
         Args:
-            scaled: True if the backward pass began with a scale, as that of a GradScaler.
+            scaled: True if the loss was scaled before the backward pass, as by a GradScaler.
         """
         engine, parameters = self.engine, self.engine.parameters
         if self._probes:
@@ -772,9 +776,9 @@ class DistributedModel(nn.Module):
         self._carried, self._late = {}, {}
 
     def _all_finite(self) -> bool:
-        """Return True if the gradients of all stages are finite.
+        """Return True if the gradients of all stages are finite numbers.
 
-        All ranks of the pipeline must call it together.
+        All ranks of the pipeline must call this method together.
         """
         finite = all(bool(p.grad.isfinite().all()) for p in self.engine.parameters)
         return self.engine.over_stages(float(not finite)) == 0
@@ -785,7 +789,8 @@ class DistributedModel(nn.Module):
         """Return this rank's part of images or targets, for ``model(shard)`` and a criterion.
 
         Args:
-            array: images or targets as for :meth:`backward`. They are read when they are used.
+            array: images or targets in a form that :meth:`backward` takes. They are read when the
+                shard is used.
         """
         return Shard(self, array)
 
@@ -848,7 +853,7 @@ class DistributedModel(nn.Module):
     def loss(self, output: Tensor, target: Shard, criterion: Criterion) -> Tensor:
         """Return the loss of the step, computed from the outputs of all ranks.
 
-        :class:`Criterion` calls it. All ranks must call it together.
+        A call ``criterion(output, shard)`` calls this method. All ranks must call it together.
 
         Args:
             output: the output of :meth:`forward` on this rank.
@@ -929,8 +934,8 @@ class DistributedModel(nn.Module):
     def predict_tiles(self, image) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (box, logits) for each of this rank's tiles of one image; logits (C', *box.size).
 
-        All ranks must call it together. Each pixel of the image is in one tile of one rank. So a
-        result that does not fit into the memory of one node can be written in parts.
+        All ranks must call it together. Each pixel of the image is in one tile of one rank. So each
+        rank can write its tiles of a result that does not fit into the memory of one node.
         """
         arrays = self._arrays(image)
         if len(arrays) > 1:
@@ -940,7 +945,7 @@ class DistributedModel(nn.Module):
         yield from self._tiles_of(arrays, 0)
 
     def _tiles_of(self, arrays: Arrays | Stacked, number: int):
-        """Yield (tile, logits) for an image, given by its index in ``arrays``."""
+        """Yield (box of the tile, logits) for this rank's tiles of image ``number``."""
         predictor = self._predictors()
         size = arrays.size(number)
         with raise_jointly(self.mesh.world):
@@ -980,10 +985,11 @@ class DistributedModel(nn.Module):
 
 
 class _LossOfAllTiles(torch.autograd.Function):
-    """Autograd function from the partial sums (B, sums) of this rank's tile to the step's loss.
+    """Autograd function that computes the loss of a step from this rank's partial sums (B, sums).
 
-    The forward pass adds the partial sums of all ranks. The loss is a scalar tensor, equal on all
-    ranks. The backward pass returns the gradient of this rank's partial sums.
+    Partial sums are sums over the pixels of a tile. The forward pass adds those of all ranks and
+    returns the loss, a scalar tensor, equal on all ranks. The backward pass returns the gradient of
+    this rank's partial sums.
     """
 
     @staticmethod
@@ -1003,15 +1009,19 @@ class _LossOfAllTiles(torch.autograd.Function):
 
 
 def _widened(targets: Tensor) -> Tensor:
-    """Return integer targets as int64, so that any label can be compared with ``ignore_index``."""
+    """Return integer targets as int64 and floating-point targets unchanged.
+
+    In a smaller integer dtype, labels could not be compared with any ``ignore_index``.
+    """
     return targets if targets.is_floating_point() else targets.long()
 
 
 class _Seen(torch.autograd.Function):
-    """Autograd function that returns its input, and notes the gradient in the backward pass.
+    """Autograd function that returns its input, and records the gradient in the backward pass.
 
-    It stands between the output and a criterion, and appends the criterion's gradient to the list
-    ``seen``. :func:`_check_only_use` compares these gradients with the output's whole gradient.
+    It stands between the model's output and a criterion, and appends the gradient that the
+    criterion sends back to the list ``seen``. :func:`_check_only_use` compares these gradients with
+    the whole gradient of the output.
     """
 
     @staticmethod
@@ -1028,15 +1038,15 @@ class _Seen(torch.autograd.Function):
 def _check_only_use(gradient: Tensor, seen: list[Tensor]) -> None:
     """Refuse a loss that depends on the model's output in other ways than through a criterion.
 
-    The output is that of one tile, so such a term of the loss would miss the rest of the image. It
-    is noticed because the output's gradient then differs from the sum of the criteria's gradients.
+    The output is that of one tile, so another term of the loss would miss the rest of the image. A
+    loss has other terms if the output's gradient is not the sum of the criteria's gradients.
 
     Args:
         gradient: the gradient of the output.
         seen: the gradients that criteria sent back to the output.
 
     Raises:
-        ValueError: the gradients differ.
+        ValueError: the gradient of the output is not the sum of ``seen``.
     """
     wanted = sum(seen) if seen else torch.zeros_like(gradient)
     seen.clear()
@@ -1048,12 +1058,12 @@ def _check_only_use(gradient: Tensor, seen: list[Tensor]) -> None:
 
 
 def _sizes(sizes: Sequence[Sequence[int]]) -> str:
-    """Return the distinct sizes as text, separated by commas."""
+    """Return the distinct sizes of images as text, separated by commas."""
     return ", ".join(dict.fromkeys(str(Size(size)) for size in sizes))
 
 
 def _hooks_of(network: nn.Module) -> dict[str, int]:
-    """Return the number of hooks of each layer and parameter that has some."""
+    """Return the number of hooks by name, for each layer and parameter that has hooks."""
     fields = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     found = {
         name: count

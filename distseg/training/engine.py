@@ -76,7 +76,9 @@ from distseg.training.surroundings import context_of
 
 
 class Engine(ParameterUpdate):
-    """A model that is ready to train on this rank's tiles. All ranks must create it together.
+    """A model that is ready to train on this rank's tiles.
+
+    All ranks must create this object together.
 
     Args:
         config: the settings of the run.
@@ -89,7 +91,8 @@ class Engine(ParameterUpdate):
         precision: fp32, bf16 or fp16 (autocast), or fp64.
         channels_last: True for the channels_last memory format.
         loss: the loss of the steps; by default the loss that the config names.
-        decoded: bytes of memory of ``device`` that decoded images take beside the step.
+        decoded: bytes of memory of ``device`` that decoded images take, in addition to the memory
+            of a step.
 
     Raises:
         ValueError: the model cannot be trained, or settings contradict each other. It is raised on
@@ -238,13 +241,13 @@ class Engine(ParameterUpdate):
         self.gradient_step = GradientStep(runner, head, loss, self.context)
 
     def _budget(self, memory: int) -> float:
-        """Return the number of bytes for the activations of streamed tiles.
+        """Return the number of bytes that the activations of a streamed tile may take.
 
-        All ranks must call it together. They get the same budget, because each stage computes the
+        All ranks must call it together. They get the same number, because each rank computes the
         tile sizes of all stages.
 
         Args:
-            memory: the memory limit of a rank in bytes, ``streaming.memory``.
+            memory: the memory limit of a rank in bytes (setting ``streaming.memory``).
         """
         keep_freed_memory(large=False)
         return smallest_budget(
@@ -255,11 +258,12 @@ class Engine(ParameterUpdate):
         )
 
     def _streaming(self, activations: Activations, budget: float | None) -> StreamingExecutor:
-        """Return the executor of streamed tiles.
+        """Return the object that computes this rank's layers on streamed tiles.
 
         Args:
-            activations: the memory model of feature maps.
-            budget: as for :func:`make_streaming_executor`.
+            activations: the object that estimates the memory of activations.
+            budget: bytes for the activations of a streamed tile, as for
+                :func:`make_streaming_executor`.
         """
         return make_streaming_executor(
             self.config.streaming,
@@ -331,16 +335,19 @@ class Engine(ParameterUpdate):
 
     @property
     def reading(self) -> ReceptiveField:
-        """The receptive field by which windows are read from an image (:func:`read_around`).
+        """Receptive field that says how much this rank reads from an image for a tile.
 
-        Its halo is the width of the window around a tile, and 0 if ranks exchange halos between
-        layers instead. Tile borders lie on multiples of its stride.
+        Its halo is the number of pixels that are read around the tile. The halo is 0 if ranks
+        exchange halos between layers instead. Tile borders lie on multiples of its stride.
         """
         return read_around(self.reach, self.exchange, self.config.streaming.active)
 
     @property
     def approximations(self) -> list[str]:
-        """A sentence for each setting that makes the gradient differ from the serial program's."""
+        """Sentences for the user, one for each setting that makes the gradient inexact.
+
+        The exact gradient is that of the serial program.
+        """
         approximate, mesh = self.config.approximate, self.config.mesh
         found = []
         tiled = mesh.tiles.volume * self.config.spatial.tiles_per_rank.volume > 1
@@ -362,7 +369,7 @@ class Engine(ParameterUpdate):
         return found
 
     def to_device(self, piece: TileBatch) -> TileBatch:
-        """Return a tile batch with pixels on this rank's first device and labels on its last.
+        """Return a copy of a tile batch with pixels on the rank's first device, labels on its last.
 
         A rank has several devices only with ``pipeline.placement: devices``. Pixels become float64
         with precision fp64, else float32, and get the model's memory format.
@@ -419,10 +426,8 @@ class Engine(ParameterUpdate):
     ) -> float:
         """Add this rank's part of the gradient to the parameters' ``grad``, and return the loss.
 
-        The sums of the gradients over the replicas start meanwhile if ``self.sums.begin`` was
-        called.
-
-        The returned loss is 0 on ranks without the last stage.
+        If ``self.sums.begin`` was called before, the sums of the gradients over the replicas start
+        during the passes. The returned loss is 0 on ranks without the last stage.
 
         Args:
             micro_batches: for each micro-batch, this rank's tile batches.
@@ -437,7 +442,7 @@ class Engine(ParameterUpdate):
             return self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
 
     def sum_gradients(self) -> None:
-        """Complete the sums of the gradients over all replicas.
+        """Wait until the sums of the gradients over all replicas are complete.
 
         All ranks must call it together, after ``self.sums.begin``.
         """
@@ -445,9 +450,9 @@ class Engine(ParameterUpdate):
         self.sums.finish()
 
     def watch_step(self, watch: Callable[[float], None]) -> None:
-        """Call ``watch`` with the finished share of a step, from 0 to 1, while tiles are streamed.
+        """Let ``watch`` be called after each streamed tile with the finished fraction of the step.
 
-        If tiles are not streamed, ``watch`` is never called.
+        The fraction is from 0 to 1. If tiles are not streamed, ``watch`` is never called.
         """
         if self.streaming:
             self.streaming.executor.watch = watch
@@ -477,11 +482,11 @@ class Engine(ParameterUpdate):
         )
 
     def update(self, rate: float) -> float:
-        """Clip gradients, step the optimizer, and commit running statistics.
+        """Clip gradients, step the optimizer, and update the running statistics of norms.
 
-        With precision fp16, the optimizer takes no step if the norm is not finite (see
-        :class:`LossScale`). All ranks must call it together. It returns the norm of the gradient
-        before clipping.
+        Return the norm of the gradient before clipping. With precision fp16, the optimizer takes no
+        step if this norm is not finite (see :class:`LossScale`). All ranks must call the method
+        together.
 
         Args:
             rate: the learning rate.
@@ -496,7 +501,7 @@ class Engine(ParameterUpdate):
         """Return the sum of a number over the pipeline's ranks, which must call it together.
 
         Args:
-            part: the number of this rank.
+            part: this rank's summand.
         """
         return (
             part
@@ -533,8 +538,8 @@ def check_trainable(model: nn.Module) -> None:
 def check_parts(model: nn.Module, approximate: ApproximateConfig) -> None:
     """Refuse to cut images into tiles for a model that is not captured as a graph of known layers.
 
-    The halo of such a model can only be measured by probing: change a pixel, and see which outputs
-    change. A probe could miss pixels, and results would then be silently wrong.
+    The halo of such a model can only be measured: change one pixel of an image, and see which
+    outputs change. This could miss pixels, and results would then be silently wrong.
 
     Args:
         model: the plain model.
@@ -573,10 +578,10 @@ def check_parts(model: nn.Module, approximate: ApproximateConfig) -> None:
 
 
 def _weights_of(model: nn.Module) -> dict[str, str]:
-    """Return a text on each parameter's shape and training, by its name in the user's module.
+    """Return, for each parameter, a text with its shape and whether it is trained or frozen.
 
-    An example is ``{"conv.weight": "64x3x3x3, trained"}``. Ranks compare these texts, because all
-    ranks must build the same network.
+    An example is ``{"conv.weight": "64x3x3x3, trained"}``, with names of the user's module. Ranks
+    compare these texts, because all ranks must build the same network.
     """
     return {
         name: f"{'x'.join(map(str, p.shape))}, {'trained' if p.requires_grad else 'frozen'}"
@@ -587,14 +592,14 @@ def _weights_of(model: nn.Module) -> dict[str, str]:
 def _context(
     mesh: Mesh, approximate: ApproximateConfig, spatial: SpatialConfig, seed: int, splits: bool
 ) -> Context:
-    """Return the context of distributed layers, with the communicators of norms.
+    """Return the state that all distributed layers of a rank share: communicators and seed.
 
     Args:
         mesh: the mesh.
-        approximate: the settings that say if norms see windows or images.
+        approximate: the settings that say if norms take statistics of windows or of whole images.
         spatial: the settings that say over which images a batch norm takes its statistics.
         seed: the seed of dropout masks.
-        splits: True if the schedule has separate actions that compute the gradients of weights.
+        splits: True if the schedule computes the gradients of weights in actions of their own.
     """
     per_window, of_step = approximate.norms == "window", spatial.norm_scope == "step"
     # Statistics of all groups must not be summed over the groups once more.
@@ -619,7 +624,8 @@ def make_exchange(
 ) -> Exchange | None:
     """Return the halo exchange of a plain model on the mesh's grid of tiles, or None.
 
-    None means that layers compute whole windows and need no exchange.
+    None means that each layer computes a whole window (a tile with its halo), so ranks need not
+    exchange halos.
 
     Args:
         settings: the settings of the exchange; None for no exchange.
@@ -659,7 +665,7 @@ def make_exchange(
 def activations_of(
     model: nn.Module, exchange: Exchange, precision: str, channels_last: bool
 ) -> Activations:
-    """Return an object that estimates the memory of the activations of tiles.
+    """Return an object that estimates the bytes that the activations of a tile take.
 
     Args:
         model: the plain model, which may be on the meta device.
@@ -691,8 +697,8 @@ def make_streaming_executor(
         streaming: the settings.
         exchange: the halo exchange of the plain model.
         activations: the estimate of the memory of a tile's activations (:func:`activations_of`).
-        budget: bytes for the activations of a tile; None to cut the part of a rank into
-            ``streaming.tiles`` tiles.
+        budget: bytes for the activations of a streamed tile, which decide how large it is; None to
+            cut a rank's part of an image into ``streaming.tiles`` streamed tiles.
         partition: the stages; None for one stage.
         comm: the communicator of the pipeline's ranks.
         model: this rank's layers; None for an executor that only plans.
@@ -724,7 +730,7 @@ def make_streaming_executor(
 
 
 def streaming_order(schedule: str, linear: bool, active: bool) -> str:
-    """Return the schedule of micro-batches with streamed tiles: gpipe or 1f1b.
+    """Return the pipeline schedule that is used with streamed tiles: gpipe or 1f1b.
 
     Args:
         schedule: the value of ``pipeline.schedule``.
@@ -741,14 +747,14 @@ def streaming_order(schedule: str, linear: bool, active: bool) -> str:
 
 
 def read_around(reach: ReceptiveField, exchange: Exchange | None, streamed: bool) -> ReceptiveField:
-    """Return the receptive field by which a tile's window is read from an image.
+    """Return the receptive field that says how much a rank reads from an image for a tile.
 
     Its halo is 0 if ranks exchange halos between layers, and otherwise that of ``reach``.
 
     Args:
         reach: the receptive field of the model.
         exchange: the halo exchange between layers, or None.
-        streamed: True if the rank streams tiles. Windows of streamed tiles always have a halo.
+        streamed: True if the rank streams tiles. A streamed tile is always read with its halo.
     """
     if exchange and exchange.exchanges and not streamed:
         nothing = (0,) * len(reach.halo)

@@ -104,7 +104,7 @@ def train(config: Config, world) -> dict | None:
 
 
 class _Training:
-    """Training of a run, epoch by epoch."""
+    """Training of one run, epoch by epoch: steps, validation and checkpoints."""
 
     def __init__(self, run: Run, control: RunControl, log: SilentLog):
         self.run, self.control, self.log, self.config = run, control, log, run.config
@@ -190,9 +190,9 @@ class _Training:
                 self._heed()
 
     def _heed(self) -> None:
-        """Act on the ranks' decision after a step: go on, save, or save and end the run.
+        """Do what all ranks have decided after a step: go on, save, or save and end the run.
 
-        If the thread that writes checkpoints had an error, it is raised first.
+        If the thread that writes checkpoints had an error, raise it first.
 
         Raises:
             ToBeContinued: the run ends.
@@ -205,10 +205,10 @@ class _Training:
             self._leave(decision.stop)
 
     def _save(self, score: float | None = None) -> None:
-        """Begin to write a checkpoint.
+        """Begin to write a checkpoint of the current state.
 
         Args:
-            score: the score of the last validation, if it was of these weights; None if not known.
+            score: the score of a validation of the current weights; None if it is not known.
         """
         run = self.run
         run.checkpoints.save(run.model, run.engine.optimizer, run.manifest(self.position), score)

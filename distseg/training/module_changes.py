@@ -17,13 +17,13 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 class _Tensor(NamedTuple):
-    """Identity of a parameter or buffer."""
+    """Record of the ``id`` of a parameter or buffer, to notice if another tensor replaces it."""
 
     identity: int
 
 
 class ModuleChanges:
-    """Settings of the layers of a module, to be compared with those of a later time.
+    """Record of the settings of a module's layers, with which later settings are compared.
 
     The settings are the plain attributes of PyTorch's layers, the identity of parameters and
     buffers, and the number of hooks. The module is not kept alive.
@@ -38,19 +38,19 @@ class ModuleChanges:
         self._training = module.training
 
     def __deepcopy__(self, memo) -> ModuleChanges:
-        """Return an object that compares nothing, because a copied model is nobody's module."""
+        """Return an object that compares nothing, because a copied model has no user's module."""
         copied = ModuleChanges.__new__(ModuleChanges)
         copied._module = _nothing
         return copied
 
     def check(self) -> None:
-        """Refuse a module whose settings have changed since.
+        """Refuse a module whose settings have changed since this object was made.
 
-        Modes of norms and dropouts are compared only while the whole module has the mode that it
-        had, so that the user may evaluate the module itself in between.
+        The modes (training or evaluation) of norms and dropouts are compared only if the whole
+        module has the same mode as before. So the user may evaluate the module in between.
 
         Raises:
-            ValueError: the message names the setting and both values.
+            ValueError: a setting has changed. The message names the setting and both values.
         """
         if (module := self._module()) is None:
             return
@@ -73,11 +73,11 @@ class ModuleChanges:
 
 
 def _nothing() -> None:
-    """Return None, as a weak reference does whose object is gone."""
+    """Return None, like a weak reference whose object no longer exists."""
 
 
 def _settings(module: nn.Module) -> dict[str, object]:
-    """Return the settings of a module's layers by their names."""
+    """Return the settings of a module's layers, by names such as ``encoder.norm.momentum``."""
     found: dict[str, object] = {}
     for path, layer in module.named_modules():
         own: dict[str, object] = {name: _Tensor(id(p)) for name, p in layer._parameters.items()}

@@ -23,10 +23,11 @@ _JOINT = (torch.optim.LBFGS,)
 
 
 def refuse_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse norms over these parameters' gradients, and optimizers that update them jointly.
+    """Make PyTorch refuse norms of these parameters' gradients, and joint updates of them.
 
-    From now on PyTorch's functions raise a ValueError for them. The first call replaces PyTorch's
-    function that computes the norm of gradients by one that checks its arguments first.
+    After the call, PyTorch's functions raise a ValueError for the parameters: those that clip by
+    the norm of gradients, and optimizers such as LBFGS. The first call replaces PyTorch's function
+    that computes the norm of gradients by one that checks its arguments first.
 
     Args:
         parameters: the parameters of a model with several stages that this rank holds.
@@ -38,7 +39,7 @@ def refuse_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 @lru_cache(1)
 def _install() -> None:
-    """Let PyTorch's norm of gradients and its optimizers check the parameters that they get."""
+    """Make PyTorch's norm of gradients and its optimizers check the parameters that they get."""
     register_optimizer_step_pre_hook(_check_optimizer)
     plain = getattr(clip_grad, "_get_total_norm", None)
     if plain is None:  # a version of PyTorch that computes the norm elsewhere
@@ -61,7 +62,7 @@ def _install() -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-    """Refuse a step of an optimizer that would need the gradients of all stages."""
+    """Refuse a step of an optimizer, such as LBFGS, that would need the gradients of all stages."""
     if isinstance(optimizer, _JOINT) and any(
         parameter in _partial for group in optimizer.param_groups for parameter in group["params"]
     ):

@@ -48,9 +48,9 @@ from distseg.training.step import StreamingRunner, forwards_first
 
 @dataclass(frozen=True)
 class _Rank:
-    """Stand-in for a communicator: it has a rank and a size, but cannot send messages.
+    """Stand-in for a communicator, with a rank and a size, which cannot send messages.
 
-    It suffices here, because the operations are listed but not run.
+    It suffices in this module, because operations are listed but not run.
     """
 
     rank: int
@@ -76,11 +76,11 @@ class StreamedProgram(NamedTuple):
 class StepPrograms:
     """Operations of all ranks of a mesh in one step.
 
-    A rank's operations depend on its tile and on its rank in the pipeline, which the methods take.
-    Tiles are numbered in row-major order. All sample groups have the same operations. The
-    operations with streamed tiles are those of :meth:`streamed`. Without streaming,
-    :meth:`kept` returns them, and :attr:`orders`, :attr:`together` and
-    :attr:`needs_loss_grad_first` describe them.
+    A rank's operations depend on its tile and on its rank in the pipeline, which are arguments of
+    the methods. Tiles are numbered in row-major order. All sample groups have the same operations.
+    With streamed tiles, :meth:`streamed` returns the operations. Without streaming, :meth:`kept`
+    returns them, and :attr:`orders`, :attr:`together` and :attr:`needs_loss_grad_first` describe
+    them.
 
     Args:
         config: the settings of the training.
@@ -88,7 +88,7 @@ class StepPrograms:
             ``optim.rates`` says.
         image: the size in pixels of all images of the step.
         base: bytes that a process takes besides its tensors, on which the size of streamed tiles
-            depends; by default those that this process takes now.
+            depends; by default the bytes that this process takes now.
 
     Raises:
         ValueError: the model cannot be trained with these settings.
@@ -120,7 +120,7 @@ class StepPrograms:
 
     @property
     def stages(self) -> Partition:
-        """The stages; a single one if the model is not cut."""
+        """Partition of the layers into stages; a single stage if the model is not cut."""
         return self.partition or Partition.whole()
 
     @cached_property
@@ -153,9 +153,9 @@ class StepPrograms:
         return not forwards_first(self.orders[self.stages.placement[-1]])
 
     def kept(self, rank: int, only_forward: bool = False) -> list[Operation]:
-        """Return the operations of a rank without streaming.
+        """Return the operations of a rank that does not stream tiles.
 
-        Its stages keep autograd graphs in memory from the forward to the backward pass.
+        The rank's stages keep autograd graphs in memory from the forward to the backward pass.
 
         Args:
             rank: the number of the rank in its pipeline.
@@ -170,7 +170,7 @@ class StepPrograms:
         return make_exchange(settings, self.model, self.reach, ranks, device, False)
 
     def _places(self, tile: int) -> list[TilePlacement]:
-        """Return the placements of the tiles of a rank.
+        """Return, for each tile that a rank owns, its placement: the boxes of tile and window.
 
         Args:
             tile: the index of the rank's part among the parts of an image.

@@ -36,7 +36,8 @@ class Position:
         samples: number of samples of the current epoch that finished steps have used.
         validation: the scores of the last validation; None if there was none.
         validated: number of epochs that were finished at the last validation; 0 if there was none.
-        best_epoch: number of epochs that were finished at the validation with the best score.
+        best_epoch: number of epochs that were finished at the validation with the best score so
+            far.
         best_score: the best score of a validation; higher is better. None if there is none.
         loss_scale: with precision fp16 the loss scale (:class:`LossScale`), else None.
         scale_steps: number of steps since the loss scale last changed.
@@ -54,28 +55,28 @@ class Position:
 
     @property
     def waited(self) -> int:
-        """Number of epochs since the best score, up to the last validation."""
+        """Number of epochs from the best score to the last validation."""
         return self.validated - self.best_epoch
 
     def after_step(self, samples: int, scale: LossScale | None) -> Position:
         """Return the position after one more optimizer step.
 
         Args:
-            samples: number of samples of the epoch that have been used then.
-            scale: the loss scale of the next step, with precision fp16.
+            samples: number of samples of the epoch that have been used after the step.
+            scale: the loss scale of the next step; None unless the precision is fp16.
         """
         scaled = {"loss_scale": scale.value, "scale_steps": scale.steps} if scale else {}
         return replace(self, step=self.step + 1, samples=samples, **scaled)
 
     def with_validation(self, epoch: int, validation: dict, score: float | None) -> Position:
-        """Return this position with the result of a validation.
+        """Return a position that differs from this one by the result of a validation.
 
-        An equal score is no improvement.
+        The best epoch and score change only if the score is higher than the best one so far.
 
         Args:
             epoch: number of finished epochs at the validation.
-            validation: its scores.
-            score: the score that is compared, higher is better; None if it is unknown.
+            validation: the scores of the validation.
+            score: the score by which epochs are compared, higher is better; None if unknown.
         """
         better = score is not None and (self.best_score is None or score > self.best_score)
         best = {"best_epoch": epoch, "best_score": score} if better else {}
@@ -115,9 +116,9 @@ def position_of(manifest: dict) -> Position:
 def first_step(samples: int, batch: int, steps: int) -> tuple[int, str | None]:
     """Return the step of an epoch at which a run goes on, and a note if samples are used twice.
 
-    A step of this run may take another number of samples than a step of the run that wrote the
-    checkpoint. So the checkpoint may lie in the middle of a step of this run. The run then goes on
-    at the beginning of this step and uses some samples twice. Otherwise the note is None.
+    The run that wrote the checkpoint may have used another number of samples in each step. So the
+    checkpoint may lie in the middle of a step of this run. The run then goes on at the beginning of
+    this step and uses some samples twice. Otherwise the note is None.
 
     Args:
         samples: number of samples of the epoch that were used before the checkpoint.
@@ -138,8 +139,8 @@ def first_step(samples: int, batch: int, steps: int) -> tuple[int, str | None]:
 def changes(before: Mapping, now: Mapping) -> list[str]:
     """Return a text for each changed setting, such as ``optim.lr was 0.1, is 0.01``.
 
-    Settings that cannot change results are left out. The mesh is left out as well, because
-    :func:`mesh_change` compares it. So is a setting that the checkpoint's config does not have.
+    Settings that cannot change results are left out, and settings that the checkpoint's config does
+    not have. The mesh is left out as well, because :func:`mesh_change` compares it.
 
     Args:
         before: the config of the checkpoint.
@@ -190,19 +191,19 @@ def _shape(mesh: Mapping) -> str:
 def _of_windows(approximate: Mapping) -> bool:
     """Return True if the gradient depends on how images are cut into windows.
 
-    This is so if ``approximate.halo`` or ``approximate.norms`` is set.
+    It does if ``approximate.halo`` or ``approximate.norms`` is set.
     """
     return any(approximate.get(name) is not None for name in ("halo", "norms"))
 
 
 def _images(config: Mapping) -> int:
-    """Return the number of images of a step."""
+    """Return the number of images of an optimizer step, over all groups and micro-batches."""
     accumulate = config["train"].get("accumulate", 1)  # PatchGD has one micro-batch a step
     return config["mesh"]["samples"] * accumulate * config["data"]["images"]
 
 
 def _together(config: Mapping) -> int:
-    """Return the number of images over which a batch norm takes its statistics."""
+    """Return the number of images from which a batch norm computes its statistics."""
     scope = config["spatial" if "spatial" in config else "patchgd"].get("norm_scope", "group")
     return config["data"]["images"] * (1 if scope == "group" else config["mesh"]["samples"])
 
@@ -210,10 +211,11 @@ def _together(config: Mapping) -> int:
 def schedule_change(
     before: OptimConfig, now: OptimConfig, at: tuple[int, int], at_before: tuple[int, int]
 ) -> list[str]:
-    """Return a list with a sentence if the next step's learning rate differs from the expected one.
+    """Return a list with a sentence if changed settings change the next step's learning rate.
 
-    The expected rate is that of the checkpoint's settings. If their schedule has already come to
-    its end, the list has a sentence, too. Otherwise it is empty.
+    The rate is compared with the one that the settings of the checkpoint would give. If the
+    schedule of these settings has already come to its end, the list has a sentence, too. Otherwise
+    the list is empty.
 
     Args:
         before: the optimizer settings of the checkpoint.

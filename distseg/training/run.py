@@ -76,14 +76,16 @@ from distseg.training.surroundings import context_notes, context_of
 
 
 class Run:
-    """All that a training run needs, and its position. All ranks must create it together.
+    """All objects that a training run needs, such as network and loader, and its position.
+
+    All ranks must create this object together.
 
     Args:
         config: the settings of exact training or of PatchGD.
         world: the communicator of all ranks.
 
     Attributes:
-        position: the position from which the run goes on.
+        position: the finished steps and epochs, after which the run goes on.
         lines: the lines that rank 0 prints before the first step.
         validation_loss: the loss of the network's first output, the one that is predicted.
 
@@ -217,7 +219,7 @@ class Run:
         self.checkpoints = self._checkpoints()
 
     def base_memory(self) -> list[int] | None:
-        """Return the bytes that each rank needs beside the activations; None for PatchGD.
+        """Return, for each rank, the bytes that it needs besides activations; None for PatchGD.
 
         All ranks must call it together, before the first step.
         """
@@ -227,7 +229,7 @@ class Run:
 
     @property
     def _begun(self) -> nn.Module:
-        """Module that gets the weights of ``train.init``: the network, or PatchGD's backbone."""
+        """Module into which ``train.init`` loads weights: the network, or PatchGD's backbone."""
         return self.model.begun if isinstance(self.model, PatchNetwork) else self.model
 
     @property
@@ -238,7 +240,8 @@ class Run:
     def stops_early(self, position: Position) -> bool:
         """Return True if the score has not improved for ``train.patience`` epochs.
 
-        The number of epochs is known to all ranks alike, because it is a part of the position.
+        All ranks return the same, because the position has the number of epochs and is equal on
+        all ranks.
         """
         patience = self.config.train.patience
         return patience > 0 and position.samples == 0 and position.waited >= patience
@@ -282,7 +285,7 @@ class Run:
     def _facts(self) -> dict:
         """Return values that must be equal on all ranks, such as the digest of the store.
 
-        They are in a dict, whose keys name the values in error messages.
+        The result is a dict from the name of a value in error messages to the value.
         """
         model = [
             (name, tuple(t.shape), str(t.dtype)) for name, t in self.model.state_dict().items()
@@ -299,7 +302,7 @@ class Run:
         }
 
     def _load(self) -> None:
-        """Load weights and optimizer on the first replica, and send them to the others."""
+        """Load weights and optimizer state on the first replica, and send them to the others."""
         phase(f"loading {self.checkpoint.name if self.checkpoint else self.config.train.init}")
         with raise_jointly(self.world):
             if self.mesh.replicas.rank == 0 and self.init:
@@ -344,7 +347,7 @@ class Run:
         )
 
     def _changes(self) -> list[str]:
-        """Return the lines about the checkpoint and about each change since it was written.
+        """Return log lines about the checkpoint and each setting that has changed since then.
 
         The list is empty if the run does not go on from a checkpoint.
         """
@@ -381,7 +384,7 @@ class Run:
         )
 
     def _introduction(self) -> list[str]:
-        """Return the lines that describe the run: model, mesh, steps, threads, layout, notes."""
+        """Return log lines that describe the run: model, mesh, steps, threads, layout, notes."""
         config, engine, mesh = self.config, self.engine, self.mesh
         by_patches = isinstance(config, PatchConfig)
         sees = (
@@ -490,14 +493,14 @@ def _open_store(data: DataBase, most_decoded: int | None) -> Store:
 def _outputs(model: ModelBase, store: Store) -> int | None:
     """Return the number of outputs that the network needs for the labels of a store.
 
-    The number of outputs is the number of classes, and 1 if labels are numbers instead of classes.
-    If ``model.out_channels`` is 1, two classes share one output (sigmoid).
+    It is the number of classes, or 1 if labels are numbers instead of classes. Two classes share
+    one output (sigmoid) if the setting ``model.out_channels`` is 1.
     """
     return 1 if model.out_channels == 1 and len(store.classes) == 2 else len(store.classes)
 
 
 def batches_of(sizes: Iterable[Sequence[int]], images: int) -> list[tuple[Sequence[int], int]]:
-    """Return the pairs (size, number of images) with which a network is tried before training.
+    """Return pairs (size, number of images): batches on which a network is tried before training.
 
     Images of a micro-batch that have the same size go through the network together. If all samples
     have one size, the only pair is (size, ``images``). If sizes differ, a micro-batch can have any

@@ -114,10 +114,10 @@ def _folder(run: str | Path) -> Path:
 
 
 def left_behind(config: dict, defaults: dict) -> list[str]:
-    """Return the settings of training that evaluation and prediction do not take over, as texts.
+    """Return texts, such as ``run.threads 4``, on settings that are used in training only.
 
-    Such a setting concerns the machine that trained. Its text is such as ``run.threads 4``. A
-    setting with its default value is left out.
+    Evaluation and prediction do not take them over, because they concern the machine that trained.
+    A setting with its default value is left out.
 
     Args:
         config: the manifest's config.
@@ -135,6 +135,9 @@ def left_behind(config: dict, defaults: dict) -> list[str]:
 
 def check_model(config: dict, own: ModelBase, run: str) -> None:
     """Refuse to import code that the user did not name, or to build a network other than the run's.
+
+    A run's manifest may name a function that builds the network. Calling it runs the code of
+    whoever wrote the manifest.
 
     Args:
         config: the manifest's config.
@@ -176,12 +179,12 @@ def check_head(config: dict, given: str, run: str) -> None:
 
 
 def _head_of(config: dict) -> str:
-    """Return ``patchgd.head`` of a run, or "" if the run is not PatchGD."""
+    """Return the setting ``patchgd.head`` of a run, or "" if the run is not PatchGD."""
     return str(config["patchgd"].get("head", "")) if kind_of(config) is PatchConfig else ""
 
 
 def kind_of(config: dict) -> type:
-    """Return the class of a manifest's ``config``: Config (exact training) or PatchConfig."""
+    """Return the class of a run's settings: Config for exact training, PatchConfig for PatchGD."""
     train, section = config.get("train"), config.get("patchgd")
     # In runs of earlier versions, the section is always present and train.method names the method.
     method = train.get("method", "patchgd") if isinstance(train, dict) else "patchgd"
@@ -359,8 +362,8 @@ def load_named(checkpoint: Path, own: ModelBase) -> nn.Module:
 def _open(model: ModelBase) -> ModelBase:
     """Return model settings without ``out_channels``, so that any number of outputs can be built.
 
-    The manifest of a run has the network's number of outputs. PatchGD's backbone has a different
-    number.
+    ``out_channels`` in a run's manifest is the number of outputs of the whole network. PatchGD's
+    backbone has a different number.
     """
     return replace(model, out_channels=None)
 
@@ -412,7 +415,7 @@ def of_patches(manifest: dict) -> bool:
 
 
 def is_code(name: str) -> bool:
-    """Return True if a name stands for a user's function, not for one of distseg's networks."""
+    """Return True if ``model.name`` is a user's function, not the name of a distseg network."""
     return ":" in name and not name.startswith("distseg.models.")
 
 

@@ -56,7 +56,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of an optimizer step. Tensors have the names of the user's model.
+    """Results of an optimizer step: loss and tensors, by their names in the user's model.
 
     Attributes:
         loss: the loss of the step, before the weights change.
@@ -86,10 +86,10 @@ def serial_step(
         model: the plain model.
         images: all images of the step.
         settings: the settings of the step.
-        epoch: the epoch, on which dropout masks depend.
-        dropouts: map from the number of a dropout call in the forward pass to the layer whose masks
-            this call uses (:class:`distseg.models.network.Network`). By default each call uses the
-            masks of the module that makes the call.
+        epoch: the number of the epoch, on which dropout masks depend.
+        dropouts: a dict from the index of a dropout call in the forward pass to the layer whose
+            masks this call uses (:class:`distseg.models.network.Network`). By default each call
+            uses the masks of the module that makes the call.
     """
     return SerialProgram(model, settings, dropouts).step(images, epoch)
 
@@ -100,8 +100,8 @@ class SerialProgram:
     Args:
         model: the plain model, which is copied.
         settings: the settings of the step.
-        dropouts: for each dropout call, the layer whose masks it uses, as for
-            :func:`serial_step`.
+        dropouts: a dict from the index of a dropout call in the forward pass to the layer whose
+            masks the call uses, as for :func:`serial_step`.
 
     Attributes:
         model: the copy, with the weights after the latest step.
@@ -115,7 +115,7 @@ class SerialProgram:
         self._update = WeightUpdate(self._parameters, settings.optim)
 
     def step(self, images: list[Image], epoch: int = 0) -> Outcome:
-        """Run an optimizer step over ``images`` and return its results.
+        """Run an optimizer step over ``images``; return its loss, gradients, weights and buffers.
 
         Weights and buffers in the result are not copies: the next step changes them.
         """
@@ -139,10 +139,10 @@ class SerialProgram:
         )
 
     def take_over(self, outcome: Outcome) -> None:
-        """Set the model's weights and buffers to those in the result of the distributed program.
+        """Copy the weights and buffers that the distributed program computed into the model.
 
         Both programs then begin the next step with the same values, so rounding errors of this step
-        do not show in the comparison of the next step.
+        do not affect the comparison of the next step.
         """
         take_over(self._parameters, outcome.weights)
         take_over(self._buffers, outcome.buffers)
@@ -156,7 +156,7 @@ def take_over(tensors: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Non
 
 
 class WeightUpdate:
-    """Optimizer steps on some parameters, with gradients from any source.
+    """Optimizer of the serial program, which updates parameters with given gradients.
 
     Args:
         parameters: the parameters by name, which the steps change in place.
@@ -183,7 +183,8 @@ class WeightUpdate:
         """Clip the gradients, step the optimizer, and return the parameters by name.
 
         Args:
-            epoch: the epoch, for the learning rate.
+            epoch: the number of the epoch, on which the learning rate of some parameters depends
+                (setting ``optim.thaw``).
             gradients: gradients by name; by default those in the parameters' ``grad``.
         """
         set_learning_rate(self._optimizer, self._rate, epoch)
@@ -214,9 +215,9 @@ def rounding_of_gradients(
         images: all images of the step.
         settings: the settings of the step.
         wanted: the gradient of the loss by the parameter's name.
-        epoch: the epoch, on which dropout masks depend.
-        dropouts: for each dropout call, the layer whose masks it uses, as for
-            :func:`serial_step`.
+        epoch: the number of the epoch, on which dropout masks depend.
+        dropouts: a dict from the index of a dropout call in the forward pass to the layer whose
+            masks the call uses, as for :func:`serial_step`.
     """
     model = copy.deepcopy(model).train()
     parameters = dict(model.named_parameters())
@@ -235,7 +236,8 @@ def rounding_of_step(
     """Run :func:`serial_step` with random rounding errors, and return the results of the step.
 
     Every result of a torch function gets a random relative error of up to half the machine epsilon.
-    The difference from a step without these errors shows how exact a comparison can be.
+    The difference from a step without these errors shows how exact a comparison can be. The
+    arguments are those of :func:`serial_step`.
     """
     with _Rounding():
         return serial_step(model, images, settings, epoch, dropouts)
@@ -280,12 +282,12 @@ class _Rounding(TorchFunctionMode):
 def _forward(
     model: nn.Module, images: list[Image], settings: StepSettings, epoch: int, dropouts: Dropouts
 ) -> tuple[Tensor, _Whole]:
-    """Run the forward passes of a step.
+    """Run the forward passes of a step on whole images.
 
     Returns:
-        The loss with its autograd graph, and the :class:`_Whole` in which the passes ran. It has
-        recorded the inputs of batch norms, with which its method ``commit`` updates their running
-        statistics.
+        The loss with its autograd graph, and the mode :class:`_Whole` in which the passes ran. This
+        object has recorded the inputs of batch norms. With them its method ``commit`` updates the
+        running statistics.
     """
     logits = {}
     whole = _Whole(model, settings.frozen_norm, settings.seed, epoch, dropouts)
@@ -311,7 +313,7 @@ def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def _batches(model: nn.Module, images: list[Image], settings: StepSettings) -> list[list[Image]]:
-    """Return the batches of images that go through the network together.
+    """Return the images of a step in batches, each of which goes through the network together.
 
     A batch is a micro-batch of one sample group, or of all groups if ``norm_scope`` is step. If the
     images of a batch differ in size and no batch norm takes statistics of them, every image of the
@@ -358,9 +360,9 @@ class _Whole(TorchFunctionMode):
         model: the copy of the user's module that runs in this mode.
         frozen: the value of ``spatial.frozen_norm``.
         seed: the value of ``train.seed``.
-        epoch: the epoch.
-        dropouts: for each dropout call, the layer whose masks it uses, as for
-            :func:`serial_step`.
+        epoch: the number of the epoch.
+        dropouts: a dict from the index of a dropout call in the forward pass to the layer whose
+            masks the call uses, as for :func:`serial_step`.
     """
 
     def __init__(self, model: nn.Module, frozen: bool, seed: int, epoch: int, dropouts: Dropouts):
@@ -403,7 +405,7 @@ class _Whole(TorchFunctionMode):
     def elements(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        """Compute F.dropout or torch.dropout with distseg's mask, one value for each element."""
+        """Compute F.dropout or torch.dropout with distseg's mask, which drops single elements."""
 
         def masks(x: Tensor, keys: list[int]) -> Tensor:
             size = tuple(x.shape[2:])
@@ -416,9 +418,9 @@ class _Whole(TorchFunctionMode):
     def channels(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        """Compute a dropout function with distseg's mask, one value for each channel of an image.
+        """Compute a channel dropout with distseg's mask, which drops whole channels of an image.
 
-        The functions are F.dropout1d, F.dropout2d, F.dropout3d and torch.feature_dropout.
+        This replaces F.dropout1d, F.dropout2d, F.dropout3d and torch.feature_dropout.
         """
 
         def masks(x: Tensor, keys: list[int]) -> Tensor:
@@ -458,11 +460,11 @@ class _Whole(TorchFunctionMode):
         return input.mul_(mask) if inplace else input * mask
 
     def rand(self, *size, **more) -> Tensor:
-        """Compute torch.rand, with distseg's own random numbers for stochastic depth.
+        """Compute torch.rand, but with distseg's own random numbers for stochastic depth.
 
-        If the call belongs to stochastic depth, return a tensor (images, 1, ...). The seed, the
-        epoch, the image and the layer determine its numbers. Any other call returns the result of
-        torch.rand.
+        If a layer of stochastic depth makes the call, return a tensor (images, 1, ...). The seed,
+        the epoch, the image and the layer determine its numbers. Any other call returns the result
+        of torch.rand.
         """
         known = self._known()
         if known is None:
@@ -472,10 +474,10 @@ class _Whole(TorchFunctionMode):
         ).view(-1, *(1 for _ in (size[0] if len(size) == 1 else size)[1:]))
 
     def bernoulli(self, input: Tensor, p: float = 0.5, **more) -> Tensor:
-        """Compute Tensor.bernoulli_, with distseg's own random numbers for stochastic depth.
+        """Compute Tensor.bernoulli_, but with distseg's own random numbers for stochastic depth.
 
-        If the call belongs to stochastic depth, fill the tensor with 1 for the images that are kept
-        and with 0 for the others. Any other call does what Tensor.bernoulli_ does.
+        If a layer of stochastic depth makes the call, fill the tensor with 1 for the images that
+        are kept and with 0 for the others. Any other call does what Tensor.bernoulli_ does.
         """
         known = self._known()
         if known is None:
@@ -484,10 +486,10 @@ class _Whole(TorchFunctionMode):
         return input.copy_(kept.view(-1, *(1 for _ in input.shape[1:])).expand_as(input))
 
     def _known(self) -> Dropped | None:
-        """Return the layer of ``dropouts`` whose masks the current dropout call uses.
+        """Return the layer whose masks the current dropout call uses, from ``dropouts``.
 
-        Return None if ``dropouts`` is None or has no layer for this call. Each dropout call of a
-        forward pass calls this method once, which counts the calls.
+        Return None if ``dropouts`` is None or has no layer for this call. The method counts the
+        dropout calls of a forward pass, so each of them must call it exactly once.
         """
         number, self.calls = self.calls, self.calls + 1
         return None if self.dropouts is None else self.dropouts.get(number)
@@ -510,7 +512,7 @@ class _Whole(TorchFunctionMode):
     ) -> Tensor:
         """Compute F.batch_norm by its formula.
 
-        An active norm computes its statistics from the current ``input``, and these are kept for
+        An active norm computes its statistics from the current ``input``, which is recorded for
         :meth:`commit`. A frozen norm uses its running statistics.
         """
         channel = _by_channel(input)
@@ -550,8 +552,8 @@ class _Whole(TorchFunctionMode):
     def commit(self) -> None:
         """Update the running statistics of batch norms, once after all forward passes of a step.
 
-        They move towards the mean and the biased variance of all images of the step. PyTorch
-        instead updates them in each forward pass, with the unbiased variance.
+        The running statistics move towards the mean and the biased variance of all images of the
+        step. PyTorch instead updates them in each forward pass, with the unbiased variance.
         """
         for key, (mean, var, momentum) in self.running.items():
             values = torch.cat(self.seen[key], 1)  # (C, all pixels of all images of the step)
@@ -579,7 +581,11 @@ def _by_channel(x: Tensor) -> tuple[int, ...]:
 
 
 def _normalised(values: Tensor, eps: float) -> Tensor:
-    """Return ``values`` with mean 0 and variance 1 over all dims but the first."""
+    """Return ``values`` shifted and scaled to mean 0 and variance 1 over all dims but the first.
+
+    Each index of the first dim has a mean and a variance of its own. ``eps`` is added to the
+    variance.
+    """
     dims = tuple(range(1, values.dim()))
     deviation = values - values.mean(dims, keepdim=True)
     return deviation / ((deviation**2).mean(dims, keepdim=True) + eps).sqrt()

@@ -31,7 +31,7 @@ from distseg.tiling.tile import ReceptiveField, tiles, window
 
 @dataclass(frozen=True)
 class StageCut:
-    """Cut of a model's layers into the stages that the settings ask for.
+    """Division of a model's layers into the pipeline stages that the settings ask for.
 
     Attributes:
         config: the settings.
@@ -73,7 +73,7 @@ class StageCut:
         return Partition.from_balance(calls, balance, placement)
 
     def joint_partition(self, world) -> Partition | None:
-        """Return the partition of :meth:`partition`, which only rank 0 computes, on all ranks.
+        """Return the result of :meth:`partition` on all ranks; only rank 0 computes it.
 
         The search for a balance runs the network on the meta device, for which PyTorch imports
         torch.compile. This import takes as long as that of PyTorch itself, so the other ranks
@@ -98,7 +98,7 @@ class StageCut:
             return replace(self, config=config).partition()
 
     def _balance(self, splitter: Splitter) -> list[int]:
-        """Return the number of layers of each stage, for the least time of the slowest rank.
+        """Return the numbers of layers of the stages with which the slowest rank is fastest.
 
         Args:
             splitter: the object that searches for these numbers.
@@ -164,7 +164,7 @@ def _placement(pipeline: PipelineConfig, stages: int) -> tuple[int, ...]:
 
 
 def schedule_of(pipeline: PipelineConfig, stages: int, linear: bool = True) -> str:
-    """Return the schedule without streaming that the settings ask for: gpipe, 1f1b or zb-h1.
+    """Return the pipeline schedule of a training that does not stream tiles: gpipe, 1f1b or zb-h1.
 
     ``pipeline.schedule: auto`` means 1f1b. It means gpipe if there are several stages and the loss
     is not linear, because 1f1b would then need an extra forward pass. With

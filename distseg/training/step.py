@@ -49,13 +49,14 @@ Given = TypeVar("Given")
 class LossHead:
     """Loss computation after the last stage: the partial sums, the loss and the loss gradient.
 
-    The partial sums of a step are added up in a table, with one row for each image of the step and
-    one column for each sum.
+    A loss is a function of sums over pixels. Each tile adds its part, the partial sums, to a table
+    with one row for each image of the step and one column for each sum.
 
     Args:
         loss: the loss.
         rows: the rows of the table that belong to this sample group's images.
-        replicas: the communicator of all ranks that hold the last stage.
+        replicas: the communicator of the ranks that hold the last stage, over which the tables are
+            added.
 
     Attributes:
         scale: factor of the gradients of this head's backward passes. The loss is not scaled.
@@ -75,7 +76,10 @@ class LossHead:
         self.value: float | None = None
 
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
-        """Return the partial sums of each tile batch, (images, sums), with their autograd graph.
+        """Return, for each tile batch, the partial sums of the loss with their autograd graph.
+
+        They are tensors (images, sums): sums over the pixels of the tile, of which the loss is a
+        function.
 
         Args:
             unit: the micro-batch.
@@ -89,7 +93,7 @@ class LossHead:
         ]
 
     def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
-        """Add the partial sums of a micro-batch's tile batches to the step's table of partial sums.
+        """Add the partial sums of a micro-batch to the table of the partial sums of the step.
 
         Each image has its own row in the table.
 
@@ -104,10 +108,10 @@ class LossHead:
                 self.table[self._at(unit, piece)] += found.detach().double()
 
     def note_counts(self, units: Iterable[MicroBatch]) -> None:
-        """Add partial sums that depend only on labels to the step's table of partial sums.
+        """Add the partial sums that depend only on labels, such as the number of valid pixels.
 
-        Such a sum is the number of valid pixels. The loss gradient of a linear loss, such as
-        cross-entropy, depends on no other sums.
+        They are added to the table of the partial sums of the step. The loss gradient of a linear
+        loss, such as cross-entropy, depends on no other sums.
 
         Args:
             units: micro-batches with labels; pixels are not needed.
@@ -116,7 +120,7 @@ class LossHead:
             self.note(unit, [self.loss.counts(p.labels) for p in unit.pieces])
 
     def loss_grads(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
-        """Return the loss gradient times the scale, with respect to each tile batch's partial sums.
+        """Return the gradient of the loss by each tile batch's partial sums, times the scale.
 
         If the loss gradient of the step is not known yet, compute it from the table of partial
         sums. All replicas must then call the method together.
@@ -136,11 +140,11 @@ class LossHead:
         ]
 
     def find_loss_grad_early(self) -> None:
-        """Compute the loss gradient before the first backward pass, and empty the table.
+        """Compute the loss gradient before the first backward pass, and empty the table of sums.
 
-        The table of partial sums must have all sums on which the loss gradient depends. The passes
-        that follow fill the table again, for :meth:`step_loss`. All replicas must call the method
-        together.
+        The table of partial sums must have all sums on which the loss gradient depends. The
+        following passes fill the table again, so that :meth:`step_loss` can use it. All replicas
+        must call the method together.
         """
         self._find_loss_grad()
         self.table.zero_()
@@ -161,9 +165,9 @@ class LossHead:
         self.value, self.loss_grad = self.loss.loss_grad(add(self.table, self.replicas))
 
     def _fetch(self) -> None:
-        """Add the partial sums that are still on a GPU to the table, which is on the CPU.
+        """Copy the partial sums that are still on a GPU to the CPU, and add them to the table.
 
-        One copy takes them all, so the CPU waits for the GPU only once.
+        All of them are copied together, so the CPU waits for the GPU only once.
         """
         if self._noted:
             places, rows = zip(*self._noted)
@@ -177,7 +181,7 @@ class LossHead:
 
 
 class PassRunner(Protocol[Given]):
-    """Computation of the forward and backward passes of a step on this rank.
+    """Interface of objects that run the forward and backward passes of a step on this rank.
 
     ``Given`` is the form in which a runner takes the samples of a step: micro-batches, or a
     :class:`StreamedStep`.
@@ -199,11 +203,11 @@ class PassRunner(Protocol[Given]):
         """Return True if the loss gradient must be known before :meth:`run` starts.
 
         This is so if a backward pass begins before all forward passes are done, as with 1f1b.
-        If False, the forward passes of :meth:`run` give the loss gradient before it is needed.
+        Otherwise the forward passes in :meth:`run` give the loss gradient in time.
         """
 
     def with_labels(self, given: Given) -> Iterable[MicroBatch]:
-        """Return micro-batches with the labels of a step; they may have no pixels.
+        """Return micro-batches that have the labels of a step, with or without pixels.
 
         The labels alone determine the loss gradient of a linear loss, such as cross-entropy.
         """
@@ -260,9 +264,9 @@ class GradientStep:
 
 
 class StageRunner:
-    """Forward and backward passes of this rank's stages, without streaming.
+    """Runner of the forward and backward passes of this rank's stages, without streaming.
 
-    A pass computes a whole window at once.
+    A pass computes a whole window (a tile with its halo) at once.
 
     Args:
         pipeline: this rank's stages.
@@ -281,7 +285,11 @@ class StageRunner:
         )
 
     def prepare(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
-        """Return the micro-batches that the pipeline runs in a step."""
+        """Return the micro-batches that the pipeline runs in a step.
+
+        Args:
+            micro_batches: for each micro-batch of the config, its tile batches.
+        """
         return micro_batches_of(micro_batches, self.together)
 
     def needs_loss_grad_first(self, units: list[MicroBatch]) -> bool:
@@ -300,13 +308,13 @@ class StageRunner:
         return units
 
     def run_forward(self, units: list[MicroBatch]) -> None:
-        """Run all forward passes of the step."""
+        """Run the forward passes of all micro-batches, without backward passes."""
         self.pipeline.run(
             [action for action in self._actions(units) if isinstance(action, Forward)], units
         )
 
     def run(self, units: list[MicroBatch]) -> None:
-        """Run all passes of the step."""
+        """Run the forward and backward passes of all micro-batches."""
         self.pipeline.run(self._actions(units), units)
 
     def _actions(self, units: list[MicroBatch]) -> Sequence[Action]:
@@ -314,7 +322,7 @@ class StageRunner:
 
 
 class DeviceRunner:
-    """Forward and backward passes of all stages, which lie on several devices of this rank.
+    """Runner of the passes of all stages, each of which lies on one of this rank's devices.
 
     All forward passes come before all backward passes.
     """
@@ -354,7 +362,7 @@ class DeviceRunner:
 
 @dataclass(frozen=True)
 class StreamedStep:
-    """A step with streamed tiles.
+    """Samples and plans of one optimizer step with streamed tiles.
 
     Attributes:
         blocks: for each micro-batch, its lazy tile batches.
@@ -368,13 +376,13 @@ class StreamedStep:
 
 
 class StreamingRunner:
-    """Forward and backward passes of streamed tiles, one tile in memory at a time.
+    """Runner of the forward and backward passes of streamed tiles, one tile in memory at a time.
 
     A single stage ends a micro-batch before it begins the next, unless the loss gradient is known
     only after all forward passes. In a pipeline, feature maps of several micro-batches are stored
     at the same time: of all micro-batches with gpipe, and of as many micro-batches as there are
-    stages with 1f1b. With 1f1b and without active norms, the backward passes of tiles from
-    different micro-batches take turns (:mod:`distseg.runtime.interleaved`).
+    stages with 1f1b. With 1f1b and without active norms, forward and backward passes of tiles
+    alternate (:mod:`distseg.runtime.interleaved`).
 
     Args:
         executor: the streaming executor.
@@ -399,7 +407,7 @@ class StreamingRunner:
         self._programs: dict[tuple, list[Operation]] = {}
 
     def prepare(self, micro_batches: list[list[LazyTileBatch]]) -> StreamedStep:
-        """Return the micro-batches together with this rank's stage plans."""
+        """Return the micro-batches of a step, together with this rank's plan for each."""
         places = [[block.place for block in blocks] for blocks in micro_batches]
         plans = [self.executor.plan(each, m) for m, each in enumerate(places)]
         return StreamedStep(micro_batches, places, plans)
@@ -413,7 +421,7 @@ class StreamingRunner:
         return self.loss.linear or self.runs_forward_twice
 
     def with_labels(self, given: StreamedStep) -> Iterator[MicroBatch]:
-        """Yield for each streamed tile a micro-batch with the tile's labels, without pixels.
+        """Yield a micro-batch for each streamed tile, with the tile's labels but without pixels.
 
         The labels alone determine the loss gradient of a linear loss, such as cross-entropy.
         """
@@ -430,7 +438,7 @@ class StreamingRunner:
         self._run(self.extra_forward(given.plans), given)
 
     def run(self, given: StreamedStep) -> None:
-        """Run all passes of the step."""
+        """Run the forward and backward passes of all tiles of the step."""
         self._run(self.program(given.plans, given.places), given)
 
     def extra_forward(self, plans: list[StagePlan]) -> list[Operation]:
@@ -445,7 +453,7 @@ class StreamingRunner:
         return extra_forward(plans, self._actions(len(plans))) if self.runs_forward_twice else []
 
     def program(self, plans: list[StagePlan], places: list[list[TilePlacement]]) -> list[Operation]:
-        """Return the operations of a step. They are made once for each list of stage plans.
+        """Return the operations of a step, cached for each list of stage plans.
 
         Args:
             plans: for each micro-batch, this rank's stage plan.
@@ -467,9 +475,10 @@ class StreamingRunner:
     def _operations(
         self, plans: list[StagePlan], places: list[list[TilePlacement]]
     ) -> list[Operation]:
-        """Return the operations of this rank in a step.
+        """Return the operations of this rank in a step, without a cache.
 
-        With 1F1B, forward and backward passes of tiles alternate where the plans allow it.
+        With 1F1B, forward and backward passes of tiles alternate if no norm or halo exchange
+        between the stages prevents it.
 
         Args:
             plans: the plan of this rank for each micro-batch.
@@ -504,7 +513,7 @@ class StreamingRunner:
         return actions
 
     def _run(self, program: Sequence[Operation], given: StreamedStep) -> None:
-        """Run operations, and pass the results of the last segment's tiles to the loss.
+        """Run operations, and compute the loss of each tile of the network's output.
 
         Args:
             program: the operations.
@@ -528,7 +537,7 @@ class StreamingRunner:
             unit: a micro-batch with the labels of this tile only.
             output: the network's output for this tile. If it has no autograd graph, no backward
                 pass is run.
-            name: the name of the segment, for the profile.
+            name: the name of the network's last segment, for the profile of the step.
         """
         rows = self.head.rows(unit, [output])
         self.head.note(unit, rows)
@@ -549,7 +558,7 @@ def _unit(m: int, block: LazyTileBatch, box: Box) -> MicroBatch:
 
 
 def micro_batches_of(micro_batches: list[list[TileBatch]], together: bool) -> list[MicroBatch]:
-    """Return the micro-batches that a pipeline runs.
+    """Return the micro-batches that a pipeline runs, made from those of the config.
 
     Args:
         micro_batches: for each micro-batch of the config, its tile batches.

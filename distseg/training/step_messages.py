@@ -29,7 +29,10 @@ STEPS = 2  # In the first step, stages also send the shapes of their results.
 
 
 def prove_order(programs: StepPrograms, rules: Rules = MESSAGES) -> list[list[Step]]:
-    """Return the messages of all ranks in the first steps, once they are proved free of deadlocks.
+    """Prove that the messages of all ranks cannot deadlock, and return them.
+
+    They are the messages of the first two optimizer steps of a job; later steps repeat those of the
+    second. The result has, for each rank, the list of its sends, receives and waits.
 
     Args:
         programs: the operations of all ranks.
@@ -54,7 +57,7 @@ def prove_order(programs: StepPrograms, rules: Rules = MESSAGES) -> list[list[St
 
 
 def messages_of_all_ranks(programs: StepPrograms) -> list[list[Step]]:
-    """Return the messages of each rank of a job in its first steps.
+    """Return, for each rank, its sends, receives and waits in the first two optimizer steps.
 
     Args:
         programs: the operations of all ranks.
@@ -65,7 +68,7 @@ def messages_of_all_ranks(programs: StepPrograms) -> list[list[Step]]:
 
 
 class _RankMessages:
-    """Messages of one rank.
+    """Messages of one rank in the first two optimizer steps of a job.
 
     Args:
         programs: the operations of all ranks.
@@ -85,7 +88,7 @@ class _RankMessages:
         self.passes = _Streamed(self) if streaming else _Kept(self)
 
     def steps(self) -> Iterator[Step]:
-        """Yield what this rank sends, receives and waits for in the first training steps."""
+        """Yield this rank's sends, receives and waits in the first two optimizer steps."""
         for number in range(STEPS):
             prefix = f"step {number}, " if number else ""
             yield from self.passes.step(prefix)
@@ -104,7 +107,7 @@ class _RankMessages:
 
         Args:
             what: the name of the message.
-            prefix: the step of the message, for its name.
+            prefix: the text before this name that tells the optimizer step, such as ``step 1, ``.
         """
         if self.has_loss:
             yield from collective("replicas", self.members.replicas, f"{prefix}{what}")
@@ -112,9 +115,9 @@ class _RankMessages:
     def statistics(self) -> dict[int, str]:
         """Return the name of each active norm's communicator, by the number of its layer.
 
-        An active norm computes its statistics from the current images. Over this communicator the
-        ranks sum the statistics of the norm. The dict is empty if each
-        window has statistics of its own (``approximate.norms: window``).
+        An active norm computes its statistics from the current images. The ranks of the
+        communicator sum these statistics. The dict is empty if each window has statistics of its
+        own (``approximate.norms: window``).
         """
         config = self.programs.config
         if config.approximate.norms == "window":
@@ -126,7 +129,7 @@ class _RankMessages:
         }
 
     def _running_statistics(self, prefix: str) -> Iterator[Step]:
-        """Yield the allreduce that joins running statistics of several ranks, if one is needed."""
+        """Yield the allreduce that merges running statistics of several ranks, if one is needed."""
         config, stages = self.programs.config, self.programs.stages
         mine = range(len(self._layers)) if len(stages.ranges) == 1 else stages.layers_of(self.stage)
         tracked = any(
@@ -139,7 +142,7 @@ class _RankMessages:
             yield from collective("groups", self.members.groups, f"{prefix}running statistics")
 
     def pass_messages(self) -> PassMessages:
-        """Return an object that lists the messages of this rank's layers in a pass."""
+        """Return an object that lists the messages of layers in a forward or backward pass."""
         exchange, image = self.programs.exchange(self.tile), self.programs.image
         tiles = []
         if exchange is not None:
@@ -162,12 +165,12 @@ class _RankMessages:
         )
 
     def norms_of_maps(self, layers: set[int]) -> dict[int, list[tuple[str, str]]]:
-        """Return, for each feature map, the active norms among some layers that read it.
+        """Return, for each feature map, the active norms that read it, as (name, communicator).
 
-        A norm is given as (name, communicator).
+        An active norm computes its statistics from the current images.
 
         Args:
-            layers: the numbers of the layers.
+            layers: the numbers of the layers whose norms are returned.
         """
         exchange = self.programs.exchange(self.tile)
         found: dict[int, list[tuple[str, str]]] = {}
@@ -179,9 +182,9 @@ class _RankMessages:
 
 
 class _Kept:
-    """Messages of the passes of a rank that does not stream tiles.
+    """Messages in the forward and backward passes of a rank that does not stream tiles.
 
-    Its stages keep autograd graphs in memory from the forward to the backward pass.
+    The rank's stages keep autograd graphs in memory from the forward to the backward pass.
     """
 
     def __init__(self, of: _RankMessages):
@@ -201,7 +204,11 @@ class _Kept:
         self._messages = StageMessages(of.stage, of.members.pipeline, programs.stages, self._inside)
 
     def step(self, prefix: str) -> Iterator[Step]:
-        """Yield the messages up to the last pass of a step."""
+        """Yield the messages of an optimizer step, up to its last forward or backward pass.
+
+        Args:
+            prefix: the beginning of the messages' names, such as ``step 1, ``.
+        """
         of, programs = self.of, self.of.programs
         self._knows_loss = programs.needs_loss_grad_first
         if programs.needs_loss_grad_first:
@@ -216,7 +223,7 @@ class _Kept:
         return self._messages.steps(program, self._units, prefix)
 
     def _inside(self, op: Action | Recompute) -> Iterator[Step]:
-        """Yield the steps inside a pass of a stage: exchanges of halos and collectives."""
+        """Yield the halo exchanges and collectives of layers inside a pass of a stage."""
         programs = self.of.programs
         name = f"{self._prefix}{op.verb} {op.micro_batch},{op.stage}"
         layers = programs.stages.ranges[op.stage] or range(len(self._passes.names))
@@ -230,7 +237,7 @@ class _Kept:
 
 
 class _Streamed:
-    """Messages of the passes of a rank that streams tiles."""
+    """Messages in the forward and backward passes of a rank that streams tiles."""
 
     sums_loss_last = True
 
@@ -253,7 +260,11 @@ class _Streamed:
         )
 
     def step(self, prefix: str) -> Iterator[Step]:
-        """Yield the messages up to the last pass of a step."""
+        """Yield the messages of an optimizer step, up to its last forward or backward pass.
+
+        Args:
+            prefix: the beginning of the messages' names, such as ``step 1, ``.
+        """
         loss = list(self.of.sum_of_loss("loss gradient", prefix))
         if self.of.programs.loss.linear or any(self._extra):
             if any(self._extra):

@@ -13,9 +13,9 @@ from distseg.tiling.tile import ReceptiveField
 
 
 def context_of(model: nn.Module, data: DataBase) -> ReceptiveField | None:
-    """Return the least context of each crop and the network's stride; None if crops have none.
+    """Return the least context of each crop and the network's stride; None without a context.
 
-    The context is the pixels around a crop that the network sees.
+    The context is the pixels around a crop that the network sees but the loss does not count.
 
     Args:
         model: the network, plain or captured. The stride of a network that is not captured as a

@@ -69,7 +69,7 @@ from distseg.training.surroundings import context_notes, context_of
 
 
 class RandomImages:
-    """Images of noise with random labels, equal on every rank.
+    """Images of one training step with random pixels and random labels, equal on every rank.
 
     By default each pixel has a label, and about one label in twenty is the ignored one. With
     ``of_image`` each image has one label.
@@ -170,11 +170,11 @@ class StoreImages:
         seed: the seed of the order of images, crops and augmentation.
         batch: number of images that every step takes.
         step: the number of the step, counted from the beginning of the training.
-        context: the least context of each crop, the pixels around it that the network sees
-            (:func:`distseg.data.surroundings.box_around`); None if crops have no context.
+        context: the least context of each crop, which is the pixels around the crop that the
+            network sees (:func:`distseg.data.surroundings.box_around`); None for no context.
 
     Attributes:
-        epoch: the epoch of the step.
+        epoch: the number of the epoch that the step belongs to.
         first: the index of the step's first image in the epoch.
     """
 
@@ -244,8 +244,8 @@ def verify(
 ) -> dict:
     """Run optimizer steps on the mesh and with the serial program, and compare the results.
 
-    All ranks must call it together. The serial program runs on the CPU of rank 0. Rank 0 gets the
-    report, of which :func:`summary` makes a text. The other ranks get None.
+    All ranks must call it together. The serial program runs on the CPU of rank 0. Rank 0 gets a
+    report with all errors, which :func:`summary` turns into text. The other ranks get None.
 
     Args:
         config: the settings.
@@ -293,10 +293,10 @@ def verify(
 
 
 def _step(engine: Engine, model: nn.Module, images, names: Mapping[str, str]) -> Outcome | None:
-    """Run an optimizer step on the mesh, and return its results.
+    """Run an optimizer step on the mesh, and return its loss, gradients, weights and buffers.
 
-    All ranks must call it together. The first rank of each pipeline gets the results of all stages,
-    the others get None.
+    All ranks must call it together. The first rank of each pipeline gets the results of all stages.
+    The other ranks get None.
 
     Args:
         engine: the engine that runs the step.
@@ -319,14 +319,15 @@ def _step(engine: Engine, model: nn.Module, images, names: Mapping[str, str]) ->
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor on the CPU, where the serial program runs."""
+    """Return a copy of a tensor on the CPU, because the serial program runs there."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _of_all_stages(mesh: Mesh, own: Outcome, names: Mapping[str, str]) -> Outcome | None:
     """Return the results of all stages on the first rank of each pipeline, and None on the others.
 
-    All ranks of a pipeline must call it together.
+    The results are the loss, gradients, weights and buffers of a step. All ranks of a pipeline must
+    call this function together.
 
     Args:
         mesh: the mesh.
@@ -344,15 +345,15 @@ def _of_all_stages(mesh: Mesh, own: Outcome, names: Mapping[str, str]) -> Outcom
 
 
 class Prepared(NamedTuple):
-    """Settings, model and data from which the images of optimizer steps are made.
+    """Settings, plain model and images with which ``distseg verify`` runs its steps.
 
     Attributes:
-        config: the settings, including those that follow from the images.
+        config: the settings, in which the number of dims is that of the images.
         model: the plain model.
         size: the size of a sample in pixels; the largest one if samples differ in size.
         store: the store of the images; None for random images.
-        context: the least context of each crop, as in :class:`StoreImages`; None if crops have no
-            context.
+        context: the pixels around each crop that the network sees at least
+            (:class:`StoreImages`); None if crops have no context.
     """
 
     config: Config
@@ -380,9 +381,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: Config, image: Size | None) -> Prepared:
-    """Return the settings with those that follow from the images, and the model that they describe.
+    """Return the completed settings, the model that they describe, and its images.
 
-    A setting that follows from the images is the number of dims.
+    The number of dims is taken from the images. With a store, so is the ignored label.
 
     Args:
         config: the settings.
@@ -452,7 +453,9 @@ def own_pieces(engine: Engine, images: RandomImages | StoreImages) -> list[list[
 
 
 def _rows(mesh: MeshConfig, train: TrainConfig, data: DataConfig, group: int) -> Rows:
-    """Return which images of a step a sample group computes, in the order of the data loader.
+    """Return the positions, among the images of a step, of the images of one sample group.
+
+    The order is that of the data loader.
 
     Args:
         mesh, train, data: the settings of these sections.
@@ -468,8 +471,8 @@ class Comparison:
         engine: the engine that runs the steps on the mesh. The report names its device, halo and
             transport.
         initial: the plain module before the first step, in float64.
-        dropouts: for each dropout call, the layer whose masks it uses, as for
-            :func:`serial_step`.
+        dropouts: a dict from the index of a dropout call in the forward pass to the layer whose
+            masks the call uses, as for :func:`serial_step`.
     """
 
     def __init__(self, engine: Engine, initial: nn.Module, dropouts: Dropouts):
@@ -581,7 +584,7 @@ def _largest(errors: Mapping[str, Mapping[str, float]]) -> float:
     """Return the largest of all errors; NaN counts as the largest.
 
     Args:
-        errors: for each part, such as gradients, the error of each tensor by name.
+        errors: for ``gradients``, ``weights`` and ``buffers``, the error of each tensor by name.
     """
     return max((e for part in errors.values() for e in part.values()), key=_badness, default=0.0)
 
@@ -617,19 +620,19 @@ def zero_gradients(
 ) -> dict[str, dict[str, float]]:
     """Return the gradients that are zero except for rounding errors, by the parameter's name.
 
-    For each of them the result has ``norm``, the 2-norm of the serial gradient, and ``rounding``,
-    the 2-norm of its rounding error. Measuring the rounding error takes a second serial step, so it
-    is measured only if some gradients are tiny compared with the largest gradient.
+    For each of these gradients the result has ``norm``, the 2-norm of the serial gradient, and
+    ``rounding``, the 2-norm of its rounding error. Measuring the rounding error takes a second
+    serial step, so it is measured only if a gradient is tiny compared with the largest gradient.
 
     Args:
         initial: the plain module before the step.
         wholes: all images of the step.
         serial: the results of the serial step.
         found: the results of the distributed step.
-        settings: the settings of the step.
-        epoch: the epoch of the step.
-        dropouts: for each dropout call, the layer whose masks it uses, as for
-            :func:`serial_step`.
+        settings: the settings of the optimizer step.
+        epoch: the number of the epoch that the step belongs to.
+        dropouts: a dict from the index of a dropout call in the forward pass to the layer whose
+            masks the call uses, as for :func:`serial_step`.
     """
     norms = {name: gradient.norm().item() for name, gradient in serial.gradients.items()}
     tiny = [
@@ -664,10 +667,10 @@ def relative_errors(
     """Return |found - wanted| / |wanted| in the 2-norm for each tensor, by name.
 
     The denominator is at least 1e-3 of the largest |wanted| of all tensors, and at least the
-    tensor's ``terms``. The reason is that a tensor may be a sum whose terms nearly cancel, such as
-    the gradient of a norm's weight that a later norm makes irrelevant. The sum then has the
-    rounding errors of its terms, in the serial program as well. Real errors still show, since they
-    are far larger than the tolerance.
+    tensor's value in ``terms``. The reason: a tensor may be a sum whose terms nearly cancel, such
+    as the gradient of a norm's weight if a later norm removes the effect of this weight. The sum
+    then has the rounding errors of its terms, in the serial program as well. Real errors are far
+    larger than the tolerance and are still found.
 
     Args:
         found: the distributed tensors.
@@ -705,7 +708,7 @@ def check_dump(model: nn.Module) -> None:
 def write_dump(
     path: str, model: nn.Module, images: list[Image], gradients: dict[str, Tensor]
 ) -> None:
-    """Write the tensors of a step to a file, in layer order, so that another program can check it.
+    """Write the tensors of a step to a file, in layer order, for a check by another program.
 
     The file has the tensors ``weights/NAME``, ``buffers/NAME``, ``input`` (N, C, *size), ``labels``
     (N, *size), and ``gradients/NAME`` for trained parameters. If the images differ in size, each
@@ -779,7 +782,7 @@ def _count(names) -> str:
 
 
 def passed(report: dict, tolerance: float) -> bool:
-    """Return True if every error is within the tolerance.
+    """Return True if every error in a report of :func:`verify` is within the tolerance.
 
     If rounding errors alone change the results of the serial program by more than the tolerance,
     errors of up to a few times that change are accepted. NaN is not accepted.
@@ -815,10 +818,10 @@ program itself are measured. The largest error may be ``_TIMES`` times as large 
 
 
 def summary(report: dict, tolerance: float) -> str:
-    """Return the report as text.
+    """Return a report of :func:`verify` as text.
 
-    It has a line with the largest error for gradients, weights and buffers each, and ends with the
-    verdict ``exact`` or ``NOT EXACT``.
+    The text has one line with the largest error of the gradients, one for the weights and one for
+    the buffers. It ends with the verdict ``exact`` or ``NOT EXACT``.
 
     Args:
         report: the report of :func:`verify`.
@@ -862,10 +865,10 @@ def summary(report: dict, tolerance: float) -> str:
 
 
 def _line_of_step(number: int, step: dict) -> str:
-    """Return the line of the summary about a step after the first, with its largest error.
+    """Return the line of the summary about the second or a later step, with its largest error.
 
     Args:
-        number: the number of the step, from 2.
+        number: the number of the step; the first step is number 1.
         step: the report of the step.
     """
     errors = {"the loss": step["loss"]["error"]} | {

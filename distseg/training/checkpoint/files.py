@@ -183,7 +183,7 @@ def _check_keys(file: Path, found: dict, wanted: dict[str, type]) -> None:
 
 
 def digest_of(manifest: dict) -> str:
-    """Return the SHA-256 of a manifest's content.
+    """Return the SHA-256 of a checkpoint's manifest.
 
     The content includes the checksums of all tensors, so it identifies the whole checkpoint.
     """
@@ -193,18 +193,25 @@ def digest_of(manifest: dict) -> str:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Write a checkpoint's manifest with its digest, as an atomic write."""
+    """Write a checkpoint's manifest, with a SHA-256 of its content.
+
+    Readers see the whole manifest or none.
+    """
     manifest = json.loads(json.dumps(manifest, default=str))
     write_json(folder / MANIFEST, {**manifest, "digest": digest_of(manifest)})
 
 
 def write_index(folder: Path, index: dict) -> None:
-    """Write the index of a run's checkpoints with its digest, as an atomic write."""
+    """Write the index of a run's checkpoints, with a SHA-256 of its content.
+
+    The index says which checkpoint is the last and which is the best. Readers see the old index or
+    the whole new one.
+    """
     write_json(folder / INDEX, {**index, "digest": digest_of(index)})
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write a JSON file as an atomic write."""
+    """Write a JSON file, so that readers see the old file or the whole new one."""
     with atomic_write(path) as growing:
         growing.write_text(json.dumps(content, indent=1, default=str))
 
@@ -217,7 +224,7 @@ def file_of(kind: str, part: int, parts: int) -> str:
 
     Args:
         kind: weights or optimizer.
-        part: the index of the stage's rank in the pipeline, from 1.
+        part: the index of the stage's rank in the pipeline, counted from 1.
         parts: the number of ranks in the pipeline.
     """
     return f"{kind}-{part}-of-{parts}.safetensors"
@@ -399,7 +406,7 @@ def _files(
 
 
 def _other(checkpoint: Path) -> str:
-    """Return the end of an error message: the run's other checkpoints, to use instead."""
+    """Return the end of an error message, which names other checkpoints of the run to use."""
     others = [name for name in names_of(checkpoint.parent.parent) if name != checkpoint.name]
     if not others:
         return ": use another checkpoint of the run"
@@ -410,7 +417,7 @@ def _other(checkpoint: Path) -> str:
 
 
 def check_run(run: str | Path, note: Callable[[str], None] = lambda text: None) -> list[str]:
-    """Read every tensor of a run's checkpoints and return a sentence for each damage found.
+    """Read every tensor of a run's checkpoints and return a sentence for each damage that is found.
 
     Args:
         run: the folder of a run, or of a single checkpoint.

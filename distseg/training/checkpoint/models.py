@@ -121,9 +121,9 @@ def restore(
 
 
 class _Joined:
-    """Several optimizers as one object, with the attributes ``param_groups`` and ``state``.
+    """Several optimizers in one object that has the attributes ``param_groups`` and ``state``.
 
-    Reading and writing checkpoints needs no other attribute of an optimizer.
+    Checkpoints are read and written with these two attributes of an optimizer only.
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]):
@@ -180,7 +180,7 @@ def _check_parameters(model: DistributedModel, optimizers: list[torch.optim.Opti
 
 
 def _check_kinds(checkpoint: Path, saved: list, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Check that the optimizers have the classes and numbers of parameter groups that were saved.
+    """Refuse optimizers whose classes or numbers of parameter groups differ from the saved ones.
 
     Args:
         checkpoint: the folder of the checkpoint, for the message.
@@ -225,7 +225,7 @@ def _plain_groups(optimizer: torch.optim.Optimizer) -> list:
 
 
 def _plain(value, name: str):
-    """Return a value as it is after writing it to JSON and reading it back.
+    """Return the value that results from writing ``value`` to JSON and reading it back.
 
     Args:
         value: the value.
@@ -243,9 +243,9 @@ def _plain(value, name: str):
 
 
 def _like(now, saved):
-    """Return a saved setting of an optimizer in the type that the setting has now.
+    """Return a saved setting of an optimizer, converted to the type that the setting has now.
 
-    In the checkpoint a tensor is a number and a tuple is a list. Both are converted back.
+    A checkpoint holds a tensor as a number, and a tuple as a list.
 
     Args:
         now: the present value of the setting, which determines the type.

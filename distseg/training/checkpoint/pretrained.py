@@ -135,7 +135,7 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
 def _readers(model: nn.Module) -> dict[str, str]:
     """Return the names of the weights of convolutions that read the image or some of its bands.
 
-    The result is a dict from the name of a weight to a remark, which may be empty. The remark is
+    The result is a dict from the name of a weight to a note, which may be empty. The note is
     printed if the weight is adapted to another number of bands (:func:`of_bands`).
     """
     bands = channels_of(model)[0]
@@ -186,7 +186,7 @@ def of_bands(weight: Tensor, bands: int) -> Tensor:
 
 
 def _checked(path: str) -> Path:
-    """Return the file of ``train.init``.
+    """Return the path of the safetensors file that the setting ``train.init`` names.
 
     Raises:
         FileNotFoundError, ValueError: it does not exist, or is not a safetensors file.

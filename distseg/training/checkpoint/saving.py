@@ -46,21 +46,21 @@ from distseg.training.checkpoint.tensors import write_tensors
 
 
 class SilentCheckpoints:
-    """Stand-in for :class:`Checkpoints` on ranks that write nothing: its methods do nothing."""
+    """Stand-in for :class:`Checkpoints` on ranks that write no checkpoints; does nothing."""
 
     seconds = 0.0
 
     def save(self, *_, **__) -> None:
-        """Do nothing."""
+        """Write no checkpoint."""
 
     def update(self, *_, **__) -> None:
-        """Do nothing."""
+        """Change no checkpoint."""
 
     def check(self) -> None:
-        """Do nothing."""
+        """Return without an error, because no thread writes."""
 
     def flush(self) -> None:
-        """Do nothing."""
+        """Return at once, because no thread writes."""
 
 
 class Checkpoints(SilentCheckpoints):
@@ -94,10 +94,10 @@ class Checkpoints(SilentCheckpoints):
         manifest: dict,
         score: float | None = None,
     ) -> Path:
-        """Begin to write the state after ``manifest['step']`` steps.
+        """Begin to write a checkpoint of the state after ``manifest['step']`` steps.
 
-        All ranks of the pipeline must call it together. Return the folder of the checkpoint, which
-        appears when all is written.
+        Return the folder of the checkpoint, which appears only when all files are written. All
+        ranks of the pipeline must call this method together.
 
         Args:
             model: the model, with the layers of this rank.
@@ -194,7 +194,7 @@ class Checkpoints(SilentCheckpoints):
     # The writing thread.
 
     def _begin(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread; its error is kept for :meth:`check`."""
+        """Run ``work`` in a thread; :meth:`check` raises its error, if there is one."""
 
         def run() -> None:
             try:
@@ -211,7 +211,7 @@ class Checkpoints(SilentCheckpoints):
     def _write(
         self, partial: Path, final: Path, state: dict[str, dict[str, Tensor]], manifest: dict
     ) -> None:
-        """Write this stage's files. The first stage waits for the others and completes the folder.
+        """Write this stage's files; on the first stage, wait for the others and finish the folder.
 
         Args:
             partial: the folder in which the checkpoint is written.
@@ -228,7 +228,12 @@ class Checkpoints(SilentCheckpoints):
         self._complete(partial, final, manifest)
 
     def _write_part(self, partial: Path, state: dict[str, dict[str, Tensor]]) -> None:
-        """Write this rank's tensors, and then the list of their checksums."""
+        """Write this rank's tensors, and then a file with their checksums.
+
+        Args:
+            partial: the folder in which the checkpoint is written.
+            state: the tensors of each kind (weights, optimizer), by their names.
+        """
         part, parts = self.stages.rank + 1, self.stages.size
         sums = {
             file_of(kind, part, parts): write_tensors(
@@ -256,7 +261,13 @@ class Checkpoints(SilentCheckpoints):
         self._written += written
 
     def _note(self, name: str, score: float | None) -> None:
-        """Name a new checkpoint in the index, and delete checkpoints that are no longer kept."""
+        """Enter a new checkpoint in the index, and delete checkpoints that are no longer kept.
+
+        Args:
+            name: the name of the checkpoint.
+            score: its score; None if there is none. Without any score the last checkpoint counts as
+                the best.
+        """
         index = {"best": None, "best_score": None, **(read_index(self.folder) or {})}
         index["last"] = name
         # Without any score so far, the last checkpoint counts as the best.
@@ -270,10 +281,10 @@ class Checkpoints(SilentCheckpoints):
 
 
 def set_aside(run: str | Path, after: int = -1) -> Path | None:
-    """Move checkpoints that were saved after more than ``after`` steps to a new folder.
+    """Move a run's checkpoints of steps later than ``after`` to a new folder.
 
-    So a run overwrites no checkpoint of an earlier run in the same folder. A run that resumes from
-    an older checkpoint overwrites no later one.
+    A new run in the same folder then overwrites no checkpoint of the earlier run. A run that
+    resumes from an older checkpoint overwrites no later one.
 
     Args:
         run: the run's folder.
@@ -302,8 +313,9 @@ def set_aside(run: str | Path, after: int = -1) -> Path | None:
 def _best_of(folder: Path, names: list[str]) -> tuple[str, float | None]:
     """Return the name and the score of the checkpoint with the highest score.
 
-    It is the newest of those with this score. If no checkpoint has a score, it is the newest one,
-    and the score is None. A checkpoint with a damaged manifest counts as one without a score.
+    If several checkpoints have this score, return the newest of them. If no checkpoint has a score,
+    return the newest one and None. A checkpoint with a damaged manifest counts as one without a
+    score.
 
     Args:
         folder: the folder ``checkpoints`` of the run.
@@ -338,7 +350,7 @@ def state_bytes(model: nn.Module, copies: int) -> int:
 
     Args:
         model: the model.
-        copies: the number of values that the optimizer keeps for each weight, 2 for Adam.
+        copies: the number of values that the optimizer keeps for each weight, such as 2 for Adam.
     """
     weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return sum(t.nbytes for t in model.state_dict().values()) + copies * weights
@@ -369,7 +381,7 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def _give_way() -> None:
-    """Give the current thread a low priority, so that training goes first on a shared core."""
+    """Give the current thread a low priority, so that it does not slow down training."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
     except (OSError, AttributeError):

@@ -48,8 +48,8 @@ def write_tensors(
 
     Args:
         path: the file.
-        tensors: the tensors by name. They are written by falling number of bytes per element, such
-            as float64 before float32. Tensors with equal numbers keep the order of this dict.
+        tensors: the tensors by name. Those with more bytes per element are written first, such as
+            float64 before float32. Otherwise they keep the order of this dict.
         metadata: strings for the header of the file.
         note: a function that is called with the number of bytes of each tensor after it is written.
 

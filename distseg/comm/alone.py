@@ -12,7 +12,7 @@ class Complete:
     """Request that is complete from the beginning."""
 
     def Test(self) -> bool:
-        """Return True."""
+        """Return True, because the request is complete."""
         return True
 
 

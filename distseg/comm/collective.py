@@ -20,8 +20,8 @@ from distseg.comm.waits import waits_of
 def gather(x: Tensor, comm, home: torch.device | None = None) -> Tensor:
     """Return the tensors ``x`` of all ranks in rank order: (*shape) -> (ranks, *shape), float64.
 
-    All ranks of ``comm`` must call it together, with tensors of one shape. Because the order is
-    fixed, what a rank computes from the result is bitwise equal on all ranks.
+    All ranks of ``comm`` must call it together, with tensors of one shape. The result is equal on
+    all ranks, and so is everything that the ranks compute from it.
 
     Args:
         home: the device of the result; by default the device of ``x``.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Request(Protocol):
-    """Operation that was started and may not be complete yet."""
+    """Send, receive or collective that was started and may not be complete yet."""
 
     def Test(self) -> bool:
         """Advance the operation without waiting, and return True once it is complete.
@@ -39,7 +39,7 @@ class Request(Protocol):
 
 
 class PartRequest(Request, Protocol):
-    """Message under way whose length the receiver does not know in advance.
+    """Send or receive of a message whose length the receiver does not know in advance.
 
     Attributes:
         bytes: length of the message in bytes. It is valid once the message is complete.
@@ -49,7 +49,7 @@ class PartRequest(Request, Protocol):
 
 
 class ObjectRequest(Protocol):
-    """Receive of a Python object under way."""
+    """Receive of a Python object, which may not have arrived yet."""
 
     def test(self) -> tuple[bool, Any]:
         """Return (True, object) once the object has arrived, and (False, None) before."""

@@ -20,17 +20,17 @@ _MOST = 5  # largest number of differences in a message
 
 
 def assert_consistent(comm, facts: Mapping[str, object], repair: str) -> None:
-    """Check that named facts have the same values on all ranks of ``comm``.
+    """Check that named values, such as settings and versions, are equal on all ranks of ``comm``.
 
     All ranks of ``comm`` must call it together. They exchange one small message, and a larger one
     only if something differs.
 
     Args:
-        facts: the value of each fact on this rank, by name.
+        facts: this rank's values by name.
         repair: words that tell the user how to fix a difference.
 
     Raises:
-        JointFailure: a fact differs. It is raised on all ranks. The message names the fact, both
+        JointFailure: a value differs. It is raised on all ranks. The message has the name, both
             values and both ranks, and ends with ``repair``.
     """
     # Tuples are shown as users write sizes, such as 512x512.
@@ -51,10 +51,10 @@ def assert_consistent(comm, facts: Mapping[str, object], repair: str) -> None:
 
 
 def differences(of_ranks: list[Mapping[str, str]]) -> list[str]:
-    """Return a sentence for each fact whose value on some rank differs from that on rank 0.
+    """Return a sentence for each name whose value on some rank differs from the value on rank 0.
 
     Args:
-        of_ranks: for each rank, the value of each fact by name.
+        of_ranks: for each rank, its values by name.
     """
     names = dict.fromkeys(name for facts in of_ranks for name in facts)
     found = []

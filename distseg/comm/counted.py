@@ -10,7 +10,7 @@ from distseg.comm.communicator import as_communicator
 
 @dataclass
 class Traffic:
-    """Messages that one rank sent, and arrays that it gave to collectives.
+    """Counts of the messages that one rank sent, and of the arrays that it gave to collectives.
 
     Attributes:
         messages: number of messages to single ranks.
@@ -41,14 +41,14 @@ class Traffic:
 
 
 class CountedComm:
-    """Communicator that counts what this rank sends, and passes every call to another one.
+    """Wrapper of a communicator that counts the tensors and arrays which this rank sends.
 
-    Only tensors and arrays are counted. Python objects are few and small. Communicators that are
-    made of this one count into the same :class:`Traffic`.
+    Every call is passed on to the wrapped communicator. Python objects are not counted, because
+    they are few and small. Communicators that are split off from this one add to the same counts.
 
     Args:
-        comm: the communicator, of distseg or of mpi4py.
-        traffic: the counts; new ones by default.
+        comm: the communicator to wrap, of distseg or of mpi4py.
+        traffic: the object with the counts; by default a new one.
     """
 
     def __init__(self, comm, traffic: Traffic | None = None):

@@ -180,11 +180,11 @@ class TorchCommunicator:
         return self._part(f"{self._splits}.{color}", members)
 
     def _part(self, name: str, members: Sequence[int]) -> TorchCommunicator | Alone:
-        """Return the communicator of some ranks.
+        """Return the communicator of some ranks, which connect to each other.
 
         Args:
-            name: a name under which these ranks alone find each other.
-            members: the ranks in order.
+            name: a name by which these ranks find each other; no other ranks use it.
+            members: the numbers of the ranks, in the order of the new communicator.
         """
         if len(members) == 1:
             return Alone()
@@ -249,9 +249,10 @@ class CollectiveRequest:
 
 
 class _Message:
-    """Sent or received message under way, for which a thread waits.
+    """Message that is being sent or received, for which a thread waits.
 
-    It keeps the process group and the memory, which gloo needs until the message is complete.
+    This object keeps the process group and the memory, which gloo needs until the message is
+    complete.
     """
 
     def __init__(self, group, work, memory: Tensor, peer: int):
@@ -262,9 +263,9 @@ class _Message:
         _threads.wait_for(self)
 
     def wait(self) -> None:
-        """Wait for the message, and keep an error of gloo for :meth:`Test`.
+        """Wait for the message, and keep an error of gloo for :meth:`Test` to raise.
 
-        The waiting thread calls it, and afterwards sets ``complete``.
+        The thread that waits for the message calls this method, and afterwards sets ``complete``.
         """
         try:
             self._work.wait()
@@ -279,10 +280,10 @@ class _Message:
 
 
 class _PartMessage:
-    """Receive of a message that begins with its length; the content is copied to ``memory``.
+    """Receive of a message that begins with its own length; the rest is copied to ``memory``.
 
     Args:
-        message: the receive into ``whole``, which is under way.
+        message: the receive into ``whole``, which has been started.
         whole: memory for the length and the content.
         memory: the caller's memory, which is as long as the longest possible content.
     """
@@ -303,10 +304,10 @@ class _PartMessage:
 
 
 class _ObjectMessage:
-    """Receive of a pickled object under way.
+    """Receive of a pickled Python object.
 
     Args:
-        message: the receive into ``memory``, which is under way.
+        message: the receive into ``memory``, which has been started.
         memory: memory that the pickle is received into. The pickle may be shorter than the memory.
     """
 
@@ -320,14 +321,14 @@ class _ObjectMessage:
 
 
 class _WaitingThreads:
-    """Threads that each wait for one message. A new thread is started only if none is idle."""
+    """Pool of threads, each of which waits for one message; it grows if no thread is idle."""
 
     def __init__(self):
         self._idle: list[SimpleQueue] = []
         self.under_way: set[_Message] = set()
 
     def wait_for(self, message: _Message) -> None:
-        """Let a thread call ``message.wait()``."""
+        """Let an idle thread, or a new one, call ``message.wait()``."""
         try:
             queue = self._idle.pop()
         except IndexError:
@@ -354,10 +355,10 @@ _threads = _WaitingThreads()
 
 @atexit.register
 def end_with_messages(code: int = 1) -> None:
-    """Exit this process at once if messages are still under way, as after an error.
+    """Exit this process at once if messages are still being sent or received, as after an error.
 
-    Without messages under way it does nothing. With such messages, a normal exit of Python would
-    end the threads that wait for them in the middle of gloo's code, which then aborts the process.
+    Otherwise do nothing. Threads of this process wait for these messages inside gloo. A normal exit
+    of Python would end the threads there, and gloo would then abort the process.
 
     Args:
         code: the exit code.
@@ -369,7 +370,10 @@ def end_with_messages(code: int = 1) -> None:
 
 
 def _wait(request) -> None:
-    """Wait for a request, so that Python can handle signals meanwhile; gloo's own wait cannot."""
+    """Wait until a request is complete, and let Python handle signals during the wait.
+
+    Signals are not handled during gloo's own wait.
+    """
     pause = 5e-5  # seconds
     while not request.Test():
         time.sleep(pause)

@@ -29,14 +29,14 @@ Prepare = Callable[[Tensor, Sequence[nn.Parameter]], None]
 
 
 class GradientSums:
-    """Sums of a step's gradients over the replicas.
+    """Sums of a step's gradients over the replicas, which start during the backward passes.
 
-    A step calls :meth:`begin`, runs its backward passes, and calls :meth:`finish`. The backward
-    pass that adds to some gradients for the last time in the step runs in :meth:`last_pass`.
+    A step calls :meth:`begin`, runs its backward passes, and calls :meth:`finish`. A backward pass
+    after which the gradients of some parameters are complete runs in :meth:`last_pass`.
 
     Args:
         gradients: the gradients.
-        reducer: sums a bucket.
+        reducer: sums a bucket (a flat tensor with the gradients of several parameters).
         mesh: the mesh, whose wait policy defers weight gradients.
     """
 
@@ -73,10 +73,10 @@ class GradientSums:
 
     @contextmanager
     def last_pass(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Return a context manager for the last backward pass of a step through some parameters.
+        """Return a context manager for the last backward pass of a step that uses ``parameters``.
 
-        Inside, autograd passes each parameter at most once. The parameter's gradient is then
-        complete, unless deferred work (:mod:`distseg.comm.waits`) will still add to it.
+        Inside, autograd adds to the gradient of each of these parameters at most once. The gradient
+        is then complete, unless deferred work (:mod:`distseg.comm.waits`) will still add to it.
         """
         parameters = [p for p in parameters if p.requires_grad] if self._incomplete else []
         for p in parameters:
@@ -90,7 +90,7 @@ class GradientSums:
             self._passed(p)
 
     def _passed(self, p: nn.Parameter, *_) -> None:
-        """Note that autograd adds no more to the gradient of ``p``; sums may start then."""
+        """Record that autograd adds no more to the gradient of ``p``; start sums if possible."""
         for those in self._incomplete:
             those.discard(p)
         self.advance()
@@ -107,14 +107,14 @@ class GradientSums:
         self.reducer.advance()
 
     def _is_complete(self) -> bool:
-        """Return True if the gradients of the next bucket to sum are complete."""
+        """Return True if all gradients in the next bucket to sum are complete."""
         number = len(self._versions)
         deferred = map(self.mesh.waits.adds_to, self.gradients.members[number])
         return not self._incomplete[number] and not any(deferred)
 
     @torch.no_grad()
     def _start(self, bucket: Tensor) -> None:
-        """Start the sum of the next bucket."""
+        """Start the sum of ``bucket``, which is the next one in order, over the replicas."""
         if self._prepare:
             self._prepare(bucket, self.gradients.members[len(self._versions)])
         self._versions.append(bucket._version)

@@ -55,10 +55,13 @@ _OWN_TIMEOUT = "timeout of init_mesh and distribute"  # the limit of waits in a 
 
 
 class Rank:
-    """Watched process of a rank, seen through its shared page, its kernel state and its stacks.
+    """Process of a rank that the guardian watches.
+
+    The guardian sees the page of memory to which the process writes its progress, the state that
+    the kernel gives, and the stacks of the threads.
 
     Args:
-        page: the shared page to which the process writes its progress.
+        page: the shared page of memory to which the process writes its progress.
         stacks: descriptor of the file to which the process writes its stacks at SIGQUIT.
         pid: id of the process.
 
@@ -88,20 +91,20 @@ class Rank:
 
     @property
     def limit(self) -> float:
-        """Longest time without progress that is allowed, in seconds; 0 stands for no limit."""
+        """Seconds without progress after which a job counts as hanging; 0 stands for no limit."""
         return struct.unpack("d", self.page[LIMIT : LIMIT + 8])[0]
 
     @property
     def patience(self) -> float:
-        """Longest time in seconds that the current wait for other ranks may take; 0 for no limit.
+        """Seconds that the current wait for other ranks may take; 0 stands for no limit.
 
-        It is 0 too while the process does not wait.
+        The value is 0 too while the process does not wait.
         """
         return struct.unpack("d", self.page[PATIENCE : PATIENCE + 8])[0] if self.waits else 0.0
 
     @property
     def ending(self) -> bool:
-        """True if the process has announced that it ends, or that the watch ends."""
+        """True if the process has announced that it ends, or that it shall not be watched."""
         return self.page[ENDING] > 0
 
     @property
@@ -136,7 +139,7 @@ class Rank:
         return os.getppid() == self.pid
 
     def dump(self) -> str:
-        """Return the stacks of the process's threads, and stop the process by SIGSTOP."""
+        """Return the stacks of the process's threads as text, and stop the process by SIGSTOP."""
         if self.has_left:
             return "its program has ended"  # It handles no signals any more.
         # A stopped process must run again to write its stacks. Before that, the guardians of the
@@ -193,12 +196,12 @@ class Member:
         still: seconds since the rank last made progress.
         unheard: seconds since the last report of its guardian.
         where, state: what the rank is doing, and its kernel state (:class:`Rank`).
-        connected: True once its guardian has sent a report.
+        connected: True once the rank's guardian has sent a report.
         waits: True while the rank waits for a message.
-        patience: seconds that its current wait may take (:class:`Rank`).
+        patience: seconds that the rank's current wait may take (:class:`Rank`).
         has_left: True once the rank's program has ended (:class:`Rank`).
-        said_bye: True once its guardian has announced the end of the rank or of the watch.
-        lost: True if its guardian's connection broke without such an announcement.
+        said_bye: True once the guardian has announced that the rank ends or is no longer watched.
+        lost: True if the connection to the guardian broke without this announcement.
     """
 
     def __init__(self, rank: int, host: str):
@@ -209,7 +212,7 @@ class Member:
         self.connected = self.said_bye = self.lost = False
 
     def hear(self, message: dict) -> None:
-        """Store a report of the rank's guardian, a message with ``still``, ``where``, ``state``."""
+        """Store a report of the rank's guardian, a dict with ``still``, ``where``, ``state``."""
         self.connected, self.lost, self.unheard = True, False, 0.0
         self.still, self.where, self.state = (
             float(message["still"]),
@@ -232,7 +235,7 @@ class Member:
 
 
 def verdict(members: list[Member], timeout: float) -> str | None:
-    """Return the reason to end the job, or None to let it go on.
+    """Return the reason to end the job, in words, or None to let it go on.
 
     Args:
         members: the states of all ranks.
@@ -280,8 +283,8 @@ def _left_alone(members: list[Member], timeout: float) -> str | None:
 def _waits_too_long(members: list[Member]) -> str | None:
     """Return the reason to end a job without a time limit in which ranks wait in vain, or None.
 
-    Such a job is ended if no rank has made progress for longer than one of the waits may take, and
-    5 s more, in which the waiting rank itself may raise an error.
+    The job is ended if no rank has made progress for longer than one of the waits may take, and for
+    5 s more. In these 5 s the waiting rank itself may raise an error.
 
     Args:
         members: the states of all ranks.
@@ -343,7 +346,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 class Lines:
-    """Socket that carries one JSON object per line."""
+    """Socket to another guardian, which carries one JSON object per line."""
 
     def __init__(self, connection: socket.socket):
         self.connection, self.waiting = connection, b""
@@ -383,7 +386,7 @@ class Lines:
 
 
 class Guardian:
-    """Guardian: reads the progress of its rank, and kills the rank when the job has to be ended.
+    """Guardian process, which reads the progress of its rank and kills the rank if the job hangs.
 
     It sends the progress to the guardians of ranks 0 and 1. These two decide when the job is ended,
     and tell the other guardians (the rules are in the module's docstring).
@@ -474,7 +477,7 @@ class Guardian:
             lines.connection.close()
 
     def _hear(self, number: int, message: list[dict] | None) -> None:
-        """Take the messages of another rank's guardian.
+        """Store the messages of another rank's guardian, or the loss of its connection.
 
         Args:
             number: the number of that rank.
@@ -501,7 +504,7 @@ class Guardian:
     def _see_off(self) -> None:
         """Wait until the rank's process has ended, and kill it if it does not end in time.
 
-        MPI waits for all ranks while a process ends, so a process can also hang then.
+        MPI waits for all ranks while a process ends, so a process can also hang while it ends.
         """
         for lines in (*self.monitors, *self.guests.values(), *self.strangers):
             lines.connection.close()
@@ -565,7 +568,7 @@ class Guardian:
     # what is decided
 
     def _message(self) -> dict:
-        """Return what this guardian tells the guardians of ranks 0 and 1 about its rank."""
+        """Return the report on its rank that this guardian sends to those of ranks 0 and 1."""
         return {
             "rank": self.number,
             "still": self.rank.still,
@@ -577,7 +580,7 @@ class Guardian:
         }
 
     def _tick(self, seconds: float) -> None:
-        """Look at the rank, report on it, and end the job if it hangs.
+        """Read the rank's progress, send a report on it, and end the job if it hangs.
 
         Args:
             seconds: the time since the last call.
@@ -593,7 +596,7 @@ class Guardian:
             self._end(reason)
 
     def _verdict_alone(self) -> str | None:
-        """Return the reason to end this rank, if no other guardian decides, or None."""
+        """Return the reason to end this rank, or None; used if no other guardian decides."""
         limit = self.rank.limit
         if not limit:
             return _waits_too_long(self._alone())
@@ -602,7 +605,7 @@ class Guardian:
         return None
 
     def _alone(self) -> list[Member]:
-        """Return the state of this guardian's own rank, as the only one of a list."""
+        """Return a list with the state of this guardian's own rank only."""
         own = Member(self.number, socket.gethostname())
         own.hear(self._message())
         return [own]
@@ -621,7 +624,8 @@ class Guardian:
 
         Args:
             reason: the reason to end the job. The report is then printed first, and all other
-                guardians are told to end their ranks. None if another guardian has told this one.
+                guardians are told to end their ranks. None if another guardian has told this one to
+                end its rank.
         """
         members = self.members
         if reason:
@@ -663,10 +667,10 @@ class Guardian:
 
 
 def _connected(member: dict, deadline: float) -> Lines | None:
-    """Return a connection to a guardian by the first of its addresses that answers, or None.
+    """Return a connection to another guardian, by its first address that answers, or None.
 
     Args:
-        member: what the guardian printed: its host, addresses and port.
+        member: the host, addresses and port that the guardian printed.
         deadline: a value of ``time.monotonic()``. Each address has up to 5 s to answer, but not
             beyond the deadline; an address that is tried after the deadline has 0.1 s.
     """

@@ -28,7 +28,7 @@ from distseg.tiling.tile import Box
 
 
 class Copy(NamedTuple):
-    """Copy of the cells ``box`` of a feature map from the tile that owns them to another tile.
+    """Transfer of the cells ``box`` of a feature map from the tile that owns them to another tile.
 
     ``source`` and ``target`` are the positions of the two tiles in the grid of tiles.
     """
@@ -45,7 +45,8 @@ def copies_to(
 
     Args:
         target: the position of the tile in the grid of tiles.
-        cuts: for each dim, the borders of the tiles, from 0 to the size of the feature map.
+        cuts: for each dim, the indices of the cells at which tiles begin, and the size of the
+            feature map as the last number.
         wanted: ``wanted[dim][i]`` is the span (start, stop) of cells that the tiles with index i
             along this dim need.
     """
@@ -65,7 +66,7 @@ def copies_from(
 
     Args:
         source: the position of the tile in the grid of tiles.
-        cuts, wanted: see :func:`copies_to`.
+        cuts, wanted: borders of tiles and spans of needed cells, as for :func:`copies_to`.
     """
     own = [c[s : s + 2] for c, s in zip(cuts, source)]
     near = [
@@ -100,7 +101,7 @@ class Strip(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangeView(MapView):
-    """Boxes of a tensor before and after a halo exchange.
+    """Boxes that a tensor holds before and after a halo exchange, in cells of the feature map.
 
     Before the exchange, the tensor holds the box ``available``.
 
@@ -120,13 +121,13 @@ class HaloExchange:
 
     Args:
         mail: sends and receives the messages.
-        frames: the boxes of each tensor (B, C, *available.size) of this rank.
+        frames: for each tensor (B, C, *available.size) of this rank, its boxes.
         sends: for each other rank, the strips to send, as (index of this rank's tensor, box in
             cells of the whole feature map). Sender and receiver list them in the same order.
         receives: for each other rank, the strips to receive, in the same form.
         here: the strips that are copied between tensors of this rank, as (index of the source,
             index of the target, box).
-        like: a tensor with the number of channels and the dtype of all tensors.
+        like: any one of the tensors, of which the number of channels and the dtype are used.
         batches: number of images of each tensor.
         fill: value of the cells beyond the feature map.
         tag: tag of this layer's messages; ``tag`` + 1 is the tag of gradients.
@@ -183,7 +184,7 @@ class HaloExchange:
 
     @property
     def idle(self) -> bool:
-        """True if this rank exchanges and copies nothing, and its tensors keep their boxes."""
+        """True if this rank sends, receives and copies nothing, and no tensor changes its box."""
         return not (self.sends or self.receives or self.here) and all(
             frame.exchanged == frame.available for frame in self.frames
         )
@@ -203,11 +204,11 @@ class HaloExchange:
         return ys
 
     def adjoint(self, gs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the tensors as they were before the exchange of halos.
+        """Return the gradients of the input tensors of :meth:`forward`, given those of its results.
 
         Args:
             gs: for each tensor, its gradient after the exchange, (B, C, *exchanged.size). The
-                result has a gradient (B, C, *available.size) for each.
+                result has a gradient (B, C, *available.size) for each tensor.
         """
         return self.finish_adjoint(gs, self.start_adjoint(gs))
 
@@ -226,7 +227,7 @@ class HaloExchange:
     def finish_adjoint(
         self, gs: Sequence[Tensor], arriving, in_place: bool = False
     ) -> list[Tensor]:
-        """Return the gradients of the tensors, with the gradients from other ranks added.
+        """Wait for the gradients from other ranks, add them, and return the sums.
 
         The result has one gradient (B, C, *available.size) for each tensor.
 
@@ -244,9 +245,9 @@ class HaloExchange:
         return dxs
 
     def _placed(self, x: Tensor, frame: ExchangeView) -> Tensor:
-        """Return a tensor for the box ``frame.exchanged``, with owned cells and padding filled in.
+        """Return a tensor for the box ``frame.exchanged``, with owned cells of ``x`` and padding.
 
-        Cells that other tiles own are not initialized.
+        Cells that other tiles own are not initialised.
         """
         y = _empty(x, frame.exchanged.size)
         common = frame.owned.intersection(frame.exchanged)
@@ -290,7 +291,7 @@ class HaloExchange:
         coming: dict[int, list[Strip]],
         tag: int,
     ) -> dict[int, Receipt]:
-        """Post the receives, pack and send the strips; return the receives that are under way.
+        """Post the receives, pack and send the strips, and return the receives by rank.
 
         Args:
             tensors: this rank's tensors, from which the strips are taken.
@@ -342,7 +343,7 @@ class HaloExchange:
 
 
 def _empty(like: Tensor, size: Sequence[int]) -> Tensor:
-    """Return an empty tensor (B, C, *size) in the memory format of ``like``."""
+    """Return an uninitialised tensor (B, C, *size) in the memory format of ``like``."""
     b, c = like.shape[:2]
     if lies_last(like):
         return like.new_empty(b, *size, c).movedim(-1, 1)
@@ -365,9 +366,9 @@ class _Exchanged(torch.autograd.Function):
 
 
 def exchanged(exchange: HaloExchange, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's tensors with their halos, as autograd's function of ``xs``.
+    """Exchange halos, and return this rank's tensors with their halos and an autograd graph.
 
-    In the backward pass, autograd runs :meth:`HaloExchange.adjoint`, so all ranks exchange
+    In the backward pass, autograd runs :meth:`HaloExchange.adjoint`, in which all ranks exchange
     gradients.
 
     Args:

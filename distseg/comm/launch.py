@@ -38,7 +38,7 @@ _choice: Choice | None = None  # the transport of _world, and the reason for it
 
 
 def world(transport: str = "auto") -> Communicator:
-    """Return the communicator of all ranks of this job. The first call connects them.
+    """Return the communicator of all ranks of this job. The first call connects the ranks.
 
     Args:
         transport: the value of ``run.transport``. Later calls ignore it and return the communicator
@@ -57,7 +57,7 @@ def world(transport: str = "auto") -> Communicator:
 
 
 def transport_line() -> str:
-    """Return a line of text that names the transport of this job's messages and the reason for it.
+    """Return a log line that says what carries this job's messages (such as MPI), and why.
 
     The text is empty before the first call of :func:`world`.
     """
@@ -176,7 +176,7 @@ def ranks_on_node(comm) -> int:
 
 
 def first_on_node(comm) -> bool:
-    """Return True on one rank of each node, for checks that no other rank need repeat.
+    """Return True on one rank of each node, for checks that one rank of a node does for all.
 
     All ranks of ``comm`` must call it together.
     """
@@ -289,13 +289,13 @@ def release_freed_memory() -> None:
 
 
 class GapTrimmer:
-    """Limit on the memory that a process keeps in gaps while it computes tile after tile.
+    """Object that returns free memory to the system while a process computes tile after tile.
 
-    A gap is free memory of the process into which no tensor of the next tile fits. The trimmer
-    returns free memory to the system at the start, and again whenever the gaps have grown by more
-    than 16 MB. It does not do so after every tile, because the next tile would then need new pages.
-    The growth is measured as resident memory minus live tensors, compared with its value after the
-    first tile since the last return.
+    A gap is free memory of the process into which no tensor of the next tile fits. Free memory is
+    returned at the start, and again whenever the gaps have grown by more than 16 MB. This does not
+    happen after every tile, because the next tile would then need new pages. The size of the gaps
+    is measured as resident memory minus live tensors. The growth is counted from the first tile
+    after the last return.
     """
 
     def __init__(self):
@@ -323,7 +323,7 @@ _GAPS = 16e6  # bytes of growth that are allowed
 
 
 def memory_in_use(device) -> int:
-    """Return the bytes of this process's tensors on a GPU; for a CPU, its resident bytes.
+    """Return the bytes of this process's tensors on a GPU, or its resident bytes for a CPU.
 
     Args:
         device: the GPU or CPU, as :class:`torch.device`.
@@ -346,8 +346,8 @@ def resident_memory() -> int:
 def peak_memory(device) -> int:
     """Return the largest number of bytes that this process has used so far.
 
-    It counts the process's tensors on a GPU; for a CPU, the resident bytes of the process.
-    :func:`reset_peak_memory` lets it begin anew.
+    On a GPU, only the process's tensors count. For a CPU, all resident bytes of the process count.
+    :func:`reset_peak_memory` begins the count anew.
 
     Args:
         device: the GPU or CPU, as :class:`torch.device`.
@@ -360,7 +360,7 @@ def peak_memory(device) -> int:
 
 
 def reset_peak_memory(device) -> bool:
-    """Let :func:`peak_memory` count from now on; return False if the system cannot do this.
+    """Reset the peak that :func:`peak_memory` returns; return False if the system cannot do this.
 
     For a CPU, Linux resets its record of the process if 5 is written to ``clear_refs``. Some
     containers forbid or ignore this.
@@ -409,11 +409,11 @@ CONTINUED = 75
 
 
 class ToBeContinued(Exception):
-    """Exception by which all ranks end a run early. A checkpoint allows the run to be resumed."""
+    """Exception that ends a run early on all ranks, after a checkpoint from which it can go on."""
 
 
 class JointFailure(ValueError):
-    """Error that all ranks raise. Each rank ends by itself, and rank 0 alone prints the error."""
+    """Error that all ranks raise together. Rank 0 alone prints it, and no rank aborts the job."""
 
 
 @contextmanager
@@ -427,7 +427,7 @@ def raise_jointly(comm, member: str = "rank"):
 
     Args:
         comm: the communicator.
-        member: what a rank of ``comm`` is called in the message, such as ``stage``.
+        member: the word for a rank of ``comm`` in the message, such as ``stage``.
     """
     error = None
     try:
@@ -458,7 +458,7 @@ def made_once(comm, make: Callable[[], Made]) -> Made:
 
 
 def gathered(comm) -> None:
-    """Wait until all ranks of a communicator have made this call, without a busy loop.
+    """Wait until all ranks of a communicator have called this function, without a busy loop.
 
     MPI's own barrier waits in a busy loop, which takes cores from ranks that still work on the
     node.
@@ -468,10 +468,10 @@ def gathered(comm) -> None:
 
 
 def largest(comm, numbers: Sequence[int]) -> list[int]:
-    """Return, for each number, the largest one that any rank gives; wait as :func:`gathered` does.
+    """Return the elementwise maximum of ``numbers`` over all ranks; wait without a busy loop.
 
-    All ranks of ``comm`` must call it together, with as many numbers. A rank receives no more bytes
-    if there are more ranks.
+    All ranks of ``comm`` must call it together, with lists of equal length. The message that a rank
+    receives does not grow with the number of ranks.
     """
     if comm.size == 1:
         return list(numbers)
@@ -483,7 +483,7 @@ def largest(comm, numbers: Sequence[int]) -> list[int]:
 
 
 def _complete(request: Request, comm) -> None:
-    """Wait for a collective that all ranks of ``comm`` start together, without a busy loop."""
+    """Wait until a collective of the ranks of ``comm`` is complete, without a busy loop."""
     pause, reported = 5e-5, False  # pauses in seconds
     while not request.Test():
         if pause == 1e-3 and not reported:
@@ -498,10 +498,10 @@ def _complete(request: Request, comm) -> None:
 def end_as_one(main: Callable[[], int | None]) -> None:
     """Run ``main`` as the whole program of this process, and exit with its return code.
 
-    Rank 0 alone prints a joint failure. Any other error is printed by the rank that raises it,
-    which then aborts the job. Ranks above 0 wait for half a second before they print. If rank 0
-    has the same error, it prints the error and aborts the job meanwhile, so the error is printed
-    only once.
+    Rank 0 alone prints an error that all ranks raise together (:class:`JointFailure`). Any other
+    error is printed by the rank that raises it, which then aborts the job. Ranks above 0 wait for
+    half a second before they print. If rank 0 has the same error, it prints the error and aborts
+    the job in this time, so the error is printed only once.
     """
     try:
         code = main() or 0
@@ -555,7 +555,7 @@ def _abort(error: BaseException) -> None:
 
 
 def _text(error: BaseException) -> str:
-    """Return the message of a user error, or the traceback of any other error."""
+    """Return the text to print for an error: the message of a user's mistake, else a traceback."""
     if (
         isinstance(error, (ValueError, OSError))
         or isinstance(error, ImportError)

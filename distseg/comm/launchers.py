@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a job. A field is None if the launcher does not give it.
+    """One process of a job, as its launcher describes it.
+
+    An attribute is None if the launcher does not give it.
 
     Attributes:
         rank: number of the process in the job, from 0.
@@ -134,7 +136,7 @@ LAUNCHERS = (
 
 
 def identify(environment: Mapping[str, str] = os.environ) -> Process:
-    """Return this process as described by its launcher; without a launcher, as rank 0 of 1.
+    """Return the launcher's description of this process; without a launcher, rank 0 of 1 rank.
 
     The launcher is the first entry of ``LAUNCHERS`` whose variables for rank and size are both set.
     If no entry has both, it is the first entry whose variable for the rank is set. There is one

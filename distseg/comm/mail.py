@@ -38,7 +38,7 @@ class Form:
 
     @classmethod
     def from_tensor(cls, x: Tensor) -> Form:
-        """Return the form of a dense tensor."""
+        """Return the form (shape, dtype and memory format) of a dense tensor."""
         return cls(
             tuple(x.shape),
             x.dtype,
@@ -46,7 +46,7 @@ class Form:
         )
 
     def empty(self, device) -> Tensor:
-        """Return a tensor of this form on ``device``, without initial values."""
+        """Return an uninitialised tensor of this shape, dtype and memory format on ``device``."""
         return torch.empty(
             self.shape, dtype=self.dtype, device=device, memory_format=self.memory_format
         )
@@ -57,15 +57,15 @@ class Form:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def within(self, buffer: Tensor) -> Tensor:
-        """Return a tensor of this form as a view of ``buffer``.
+        """Return a view of ``buffer`` with this form (shape, dtype and memory format).
 
         Args:
-            buffer: flat uint8 tensor with as many bytes as a tensor of this form.
+            buffer: a flat uint8 tensor with as many bytes as a tensor of this form.
         """
         return buffer.view(self.dtype).as_strided(self.shape, self.empty("meta").stride())
 
     def fit(self, x: Tensor) -> Tensor:
-        """Return ``x`` as a dense tensor in this memory format; copy it only if needed."""
+        """Return ``x`` as a dense tensor in this form's memory format; copy it only if needed."""
         return x.contiguous(memory_format=self.memory_format)
 
     @property
@@ -79,10 +79,10 @@ class Form:
 
 
 class Receipt:
-    """Receive of a tensor that is under way.
+    """Receive of a tensor, which may not have arrived yet.
 
     Args:
-        waits: the wait policy.
+        waits: the wait policy: how this rank waits, and what it does meanwhile.
         request: the request of the receive.
         buffer: the memory that the message is received into.
         make: function that returns the received tensor, given the buffer.
@@ -103,7 +103,7 @@ class Receipt:
 
 
 class Message(NamedTuple):
-    """Sent or received message under way, from or to host memory.
+    """Message that is being sent from host memory or received into it.
 
     Attributes:
         request: the request of the send or receive.
@@ -116,7 +116,7 @@ class Message(NamedTuple):
 
     @property
     def came(self) -> int | None:
-        """Number of bytes of the message once it is complete, None before.
+        """Number of bytes of the message, or None as long as it is not complete.
 
         A received message may be shorter than its buffer.
         """
@@ -124,7 +124,7 @@ class Message(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Send under way, and the memory that must stay until it is complete.
+    """Running send, and the memory that must stay until the send is complete.
 
     ``buffer`` is the buffer of the pool that holds the memory; None for memory outside the pool.
     """
@@ -200,7 +200,15 @@ class Mail:
         self.progress()
 
     def receive(self, form: Form, source: int, tag: int) -> Receipt:
-        """Post a receive of a tensor of this form. The received tensor has memory of its own."""
+        """Post a receive of a tensor with the given shape, dtype and memory format.
+
+        The received tensor has its own memory, which is not a buffer of the pool.
+
+        Args:
+            form: shape, dtype and memory format of the tensor.
+            source: the sending rank.
+            tag: the tag of the message.
+        """
         if self.device.type == "cpu":
             x = form.empty(self.device)
             return Receipt(self.waits, self.comm.Irecv(message(x), source, tag), x, lambda x: x)
@@ -253,7 +261,7 @@ class Mail:
         return Message(self.comm.Irecv_part(as_bytes(buffer), source, tag), buffer)
 
     def send_object(self, what, to: int, tag: int) -> None:
-        """Start to send a small Python object, such as a form."""
+        """Start to send a small Python object, such as a list of shapes, to rank ``to``."""
         self._sending.append(_Sent(self.comm.isend(what, to, tag), what, None))
 
     def recv_object(self, source: int, tag: int):
@@ -282,14 +290,14 @@ class Mail:
         self._sending = waiting
 
     def flush(self) -> None:
-        """Wait until all tensors and objects are sent, except those of :meth:`begin_send`."""
+        """Wait until all tensors and objects are sent, except messages of :meth:`begin_send`."""
         while self._sending:
             sent = self._sending.pop(0)
             self.waits.wait(sent.request)
             self._forget(sent)
 
     def _forget(self, sent: _Sent) -> None:
-        """Return the buffer of a complete message to the pool."""
+        """Return the buffer of a completely sent message to the pool."""
         if sent.buffer is not None:
             self.buffers.give(sent.buffer)
 

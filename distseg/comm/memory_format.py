@@ -6,10 +6,10 @@ import torch
 
 
 def channels_last(dims: int) -> torch.memory_format:
-    """Return the channels_last format of tensors with this number of dims.
+    """Return PyTorch's channels_last memory format for tensors with ``dims`` dims.
 
-    It exists for (N, C, H, W) and (N, C, D, H, W). For other numbers of dims the contiguous format
-    is returned.
+    The format exists for (N, C, H, W) and (N, C, D, H, W). For other numbers of dims, return the
+    contiguous format.
     """
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(dims, torch.contiguous_format)
 

@@ -23,7 +23,7 @@ from distseg.config.sizes import Size
 
 
 class Members(NamedTuple):
-    """Ranks of each communicator to which one rank belongs, by their numbers in the job.
+    """Numbers in the job of the ranks of each communicator to which one rank belongs.
 
     The fields have the names of the communicators of :class:`Mesh`.
     """
@@ -90,7 +90,7 @@ class MeshShape:
         return rank, tuple(tile), stage
 
     def members(self, rank: int) -> Members:
-        """Return the members of each communicator to which a rank belongs."""
+        """Return, for each communicator to which a rank belongs, the numbers of its ranks."""
         whole, stages = self.tiles.volume * self.stages, self.stages
         first, stage = rank - rank % stages, rank % stages
         image, tile = rank - rank % whole, rank % whole
@@ -110,9 +110,9 @@ class MeshShape:
 
 
 class Mesh:
-    """Position of this rank in the mesh, and its communicators. All ranks must create it together.
+    """Position of this rank in the mesh of ranks, and its communicators.
 
-    The mesh has D sample groups, Q tiles and S stages.
+    All ranks must create this object together. The mesh has D sample groups, Q tiles and S stages.
 
     Args:
         world: the communicator of all ranks.

@@ -19,14 +19,14 @@ _GROUPS: dict[tuple[str, ...], dist.Backend] = {}  # of this process, by the GPU
 
 
 def lacks(device: str) -> str | None:
-    """Return why NCCL cannot sum tensors of a device (cpu or cuda), or None if it can."""
+    """Return the reason why NCCL cannot sum tensors on cpu or cuda, or None if it can."""
     if device != "cuda":
         return f"the ranks compute on {device}, and NCCL sums on GPUs only"
     return None if dist.is_nccl_available() else "PyTorch is built without NCCL"
 
 
 def gpu() -> str:
-    """Return the identifier of this rank's GPU, which no other GPU has."""
+    """Return the unique identifier of this rank's GPU."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 

@@ -39,7 +39,7 @@ def start_sum(memory: np.ndarray, comm: Communicator) -> Request:
 
 
 class _GatheredSum:
-    """Sum of a small array over ranks. Each rank gathers all arrays and adds them by itself."""
+    """Request of a sum of a small array over ranks; each rank gathers and adds all arrays."""
 
     def __init__(self, memory: Tensor, comm: Communicator):
         self._memory: Tensor | None = memory
@@ -56,7 +56,9 @@ class _GatheredSum:
 
 
 class SumOfParts:
-    """Sum of a large array over n ranks. Each rank adds up one n-th of it and sends the result.
+    """Request of a sum of a large array over n ranks; each rank adds up one n-th of the array.
+
+    Then each rank sends its part of the sum to all other ranks.
 
     Sums with the same tags must be started in the same order on all ranks, and tested one after
     another: the second one only when the first one is complete.

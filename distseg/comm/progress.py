@@ -17,7 +17,11 @@ _moves = 0
 
 
 def share(page: mmap.mmap | None) -> None:
-    """Report the progress on this page of memory from now on; None to stop the reports."""
+    """Write all further reports of progress to a page of memory, which the guardian reads.
+
+    Args:
+        page: the page; None to stop the reports.
+    """
     global _page
     _page = page
 
@@ -45,9 +49,9 @@ def waits(text: str, patience: float = 0.0) -> None:
     """Report to the guardian what this rank waits for; an empty text says that the wait is over.
 
     Args:
-        text: what other ranks have to do or send.
-        patience: seconds after which the guardian ends the job if no rank moves meanwhile; 0 for
-            no limit. It matters only where :func:`limit` has set no limit.
+        text: what other ranks have to do or send, in words.
+        patience: seconds after which the guardian ends the job if no rank makes progress; 0 for no
+            limit. The guardian uses this value only if :func:`limit` has set no limit.
     """
     if _page is not None:
         _page[PATIENCE : PATIENCE + 8] = struct.pack("d", patience)
@@ -77,7 +81,9 @@ def watched() -> bool:
 
 
 def ending(how: int) -> None:
-    """Tell the guardian that this process or its watch ends, so that it does not count as lost.
+    """Tell the guardian that this process ends, or that it shall no longer be watched.
+
+    Otherwise the guardian would report that the rank ended without a message.
 
     Args:
         how: one of the values that :mod:`distseg.comm.guardian` defines for the field ENDING.

@@ -46,16 +46,17 @@ _SUM = "the sum of the gradients over the replicas"  # what a rank waits for
 
 
 class Gradients:
-    """Gradients of a list of parameters.
+    """Gradients of a list of parameters, for sums over replicas, norm and clipping.
 
     Args:
-        flat: True to put the gradients into buckets, for a sum over replicas. Otherwise autograd's
-            own tensors are kept.
+        parameters: the parameters, from the first layer to the last.
+        flat: True to put the gradients into buckets (flat tensors), for a sum over replicas.
+            Otherwise each ``grad`` stays the tensor that autograd makes.
 
     Attributes:
         buckets: one or more flat tensors per dtype and device, from the last parameter to the
             first; empty if ``flat`` is False.
-        members: the parameters of each of the :attr:`parts`.
+        members: for each tensor of :attr:`parts`, the parameters whose gradients it holds.
     """
 
     def __init__(self, parameters: list[nn.Parameter], flat: bool = True):
@@ -73,7 +74,7 @@ class Gradients:
                 self._make_bucket(group)
 
     def _make_bucket(self, group: list[nn.Parameter]) -> None:
-        """Make a bucket for a group of parameters, with the gradients as views of it."""
+        """Make a bucket (a flat tensor) for some parameters; each ``grad`` becomes a view of it."""
         first = group[0]
         bucket = torch.zeros(sum(p.numel() for p in group), dtype=first.dtype, device=first.device)
         offset = 0
@@ -92,12 +93,18 @@ class Gradients:
             p.grad = self._views.get(p)
 
     def detach(self) -> None:
-        """Set every ``grad`` to None. Afterwards only parameters with a new gradient have one."""
+        """Set every ``grad`` to None, so that a later backward pass shows which parameters it uses.
+
+        A parameter that the pass does not use keeps None.
+        """
         for p in self.parameters:
             p.grad = None
 
     def take_in(self) -> None:
-        """Move gradients that autograd computed after :meth:`detach` into the buckets."""
+        """Move the gradients that autograd computed after :meth:`detach` into the buckets.
+
+        The gradient of a parameter without ``grad`` becomes 0.
+        """
         for p, view in self._views.items():
             if p.grad is not None:
                 view.copy_(p.grad)
@@ -117,7 +124,7 @@ class Gradients:
 
     @property
     def parts(self) -> list[Tensor]:
-        """Tensors that together hold all gradients."""
+        """Tensors that together hold all gradients: the buckets, or else every ``grad``."""
         return self.buckets or [p.grad for p in self.parameters]
 
     def norm(self) -> Tensor:
@@ -130,7 +137,7 @@ class Gradients:
     def clip(self, largest: float, norm: float) -> None:
         """Scale all gradients so that their global norm is at most ``largest``.
 
-        Equivalent to ``torch.nn.utils.clip_grad_norm_`` on the serial program.
+        The result is that of ``torch.nn.utils.clip_grad_norm_`` in the serial program.
 
         Args:
             largest: the largest norm that is allowed.
@@ -146,10 +153,10 @@ class Gradients:
 
 
 def clip_factor(largest: float, norm: float) -> float:
-    """Return the factor that scales gradients with this norm to the norm ``largest``.
+    """Return the factor that scales gradients of norm ``norm`` to the norm ``largest``.
 
-    If it is not below 1, the gradients stay as they are. The small number in the denominator is
-    that of ``torch.nn.utils.clip_grad_norm_``.
+    If the factor is 1 or more, the caller leaves the gradients unchanged. The small number in the
+    denominator is that of ``torch.nn.utils.clip_grad_norm_``.
     """
     return largest / (norm + 1e-6)
 
@@ -164,11 +171,11 @@ def _same_bucket(group: list[nn.Parameter], p: nn.Parameter) -> bool:
 
 
 class Reducer:
-    """Base class of reducers, which sum buckets over the replicas.
+    """Base class of reducers, which sum buckets (flat tensors of gradients) over the replicas.
 
     All replicas must start the sums of the same buckets in the same order. A sum is written to
-    ``bucket.data``, which leaves the version of the bucket, so that the version counts additions to
-    its gradients only (:class:`distseg.comm.gradient_sums.GradientSums`).
+    ``bucket.data``, which does not change the tensor's version. So a change of the version shows
+    that gradients were added (:class:`distseg.comm.gradient_sums.GradientSums`).
 
     Attributes:
         name: the name of the reducer, for the log.
@@ -179,7 +186,7 @@ class Reducer:
     early = False
 
     def start(self, bucket: Tensor) -> None:
-        """Start to replace a bucket by its sum.
+        """Start to replace a bucket of gradients by its sum over the replicas.
 
         Nothing else may read or write the bucket until :meth:`finish` has returned.
 
@@ -189,21 +196,21 @@ class Reducer:
         raise NotImplementedError
 
     def advance(self) -> None:
-        """Advance the sums under way without waiting."""
+        """Advance the sums that were started, without waiting."""
 
     def finish(self) -> None:
         """Wait until all sums that were started are complete."""
         raise NotImplementedError
 
     def sum(self, buckets: list[Tensor]) -> None:
-        """Replace each bucket by its sum."""
+        """Replace each bucket by its sum over the replicas, and wait for all sums."""
         for bucket in buckets:
             self.start(bucket)
         self.finish()
 
 
 class LoneReducer(Reducer):
-    """Reducer of a single replica, which has nothing to sum."""
+    """Reducer for a single replica, whose gradients need no sum."""
 
     name = "none"
 
@@ -211,19 +218,19 @@ class LoneReducer(Reducer):
         """Do nothing: the gradients of a single replica are their own sum."""
 
     def finish(self) -> None:
-        """Do nothing."""
+        """Return at once, because there are no sums to wait for."""
 
 
 class TransportReducer(Reducer):
-    """Reducer that sums flat buckets over a communicator, by MPI or torch.distributed.
+    """Reducer that sums flat buckets over a communicator of MPI or torch.distributed.
 
     A sum takes as much memory as its bucket, so only a few sums are under way at the same time.
-    Buckets of a GPU go through host memory.
+    Buckets in GPU memory are copied to host memory for the sum.
 
     Args:
         comm: the communicator of the replicas. No other messages on it may have the tags
             ``TAGS_OF_SUMS``.
-        fp16: True to compress gradients to fp16 before the sum.
+        fp16: True to round gradients to fp16 before the sum.
         early: True if sums may start while the backward pass still runs.
 
     Attributes:
@@ -260,7 +267,7 @@ class TransportReducer(Reducer):
         return not under_way or under_way + _bytes(bucket) <= _UNDER_WAY
 
     def _send(self, bucket: Tensor) -> _BucketSum:
-        """Start the messages of a bucket's sum."""
+        """Start the messages that sum a bucket over the replicas, and return the running sum."""
         # MPI has no 16-bit floats, so they are summed in float32. After fp16 compression this adds
         # no further rounding in 16 bits.
         wire = bucket.to(torch.float16).float() if self.fp16 else _wire(bucket)
@@ -277,13 +284,14 @@ class TransportReducer(Reducer):
 
 
 class _BucketSum(NamedTuple):
-    """Sum of a bucket that is under way.
+    """Running sum of one bucket over the replicas.
 
     Attributes:
         bucket: the bucket.
-        host: the summands, then the sum, in host memory; perhaps the bucket itself.
+        host: tensor in host memory with this rank's summand, later with the sum. It may be the
+            bucket itself.
         give: function that releases the host memory; None if it needs no release.
-        request: the request of the sum.
+        request: the request that is complete when the sum is.
     """
 
     bucket: Tensor
@@ -373,7 +381,7 @@ def _bytes(bucket: Tensor) -> int:
 
 
 def _wire(bucket: Tensor) -> Tensor:
-    """Return a bucket in the dtype of its sum: 16-bit floats become float32."""
+    """Return a bucket in the dtype in which it is summed: 16-bit floats become float32."""
     return bucket.float() if bucket.dtype in (torch.bfloat16, torch.float16) else bucket
 
 
@@ -386,7 +394,9 @@ def horovod_works() -> bool:
 
 
 def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu") -> Reducer:
-    """Return the reducer for this rank's replicas. All ranks of ``mesh`` must call it together.
+    """Return the reducer that sums gradients over this rank's replicas.
+
+    All ranks of ``mesh`` must call it together.
 
     Args:
         kind: the value of ``mesh.reducer``: auto, horovod, mpi, torch or nccl.
@@ -423,11 +433,11 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu") -> Re
 
 
 def _check_transport(kind: str, transport: str) -> None:
-    """Refuse a reducer that does not work over this transport.
+    """Refuse a value of ``mesh.reducer`` that does not work over the transport of the job.
 
     Args:
         kind: the value of ``mesh.reducer``.
-        transport: what connects the ranks, mpi, torch or alone.
+        transport: mpi, torch or alone.
     """
     if transport == "torch" and kind in ("mpi", "horovod"):
         needs = "" if kind == "mpi" else ", as distseg starts Horovod with MPI"
@@ -444,7 +454,9 @@ def _check_transport(kind: str, transport: str) -> None:
 
 
 def _own_gpus(mesh, device: str) -> list[str]:
-    """Return the identifier of each rank's GPU. All ranks of ``mesh`` must call it together.
+    """Return, for each rank, the identifier of its GPU, and check that NCCL can use the GPUs.
+
+    All ranks of ``mesh`` must call it together.
 
     Args:
         mesh: the mesh.
@@ -465,7 +477,7 @@ def _own_gpus(mesh, device: str) -> list[str]:
 
 
 def horovod_lacks(device: str) -> str | None:
-    """Return why Horovod cannot sum gradients on a device (cpu or cuda), or None if it can."""
+    """Return the reason why Horovod cannot sum gradients on cpu or cuda, or None if it can."""
     if not horovod_works():
         return "Horovod with PyTorch is not installed"
     if device != "cuda":
@@ -494,7 +506,7 @@ def _threads() -> set[int]:
 def _give_way(threads: set[int]) -> None:
     """Give threads the lowest priority, so that other threads on the same core run first.
 
-    Between steps Horovod's threads wait for other ranks in a busy loop.
+    It is used for Horovod's threads, which wait for other ranks in a busy loop between steps.
 
     Args:
         threads: the system's ids of the threads (:func:`_threads`).

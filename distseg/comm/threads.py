@@ -33,7 +33,7 @@ class Threads:
 
 @dataclass(frozen=True)
 class CpuLimits:
-    """The cores that a process may run on, and the CPU quotas of the control groups it is in.
+    """Cores that a process may run on, and the CPU quotas of its control groups.
 
     Attributes:
         cores: numbers of the cores in the process's affinity mask.
@@ -75,7 +75,7 @@ def choose_threads(
 
 
 def fair_cores(cores: Sequence[frozenset[int]], me: int) -> float:
-    """Return how many cores process ``me`` of a node has if each core is shared evenly.
+    """Return the number of cores of process ``me`` if processes of a node share each core evenly.
 
     Args:
         cores: for each process of the node, by local rank, the cores that it may run on.
@@ -85,7 +85,7 @@ def fair_cores(cores: Sequence[frozenset[int]], me: int) -> float:
 
 
 def fair_quota(node: Sequence[CpuLimits], me: int) -> float:
-    """Return how many cores the CPU quotas leave process ``me`` of a node; infinity without quotas.
+    """Return the number of cores that CPU quotas allow process ``me``; infinity without quotas.
 
     Each quota is shared evenly among the processes of its control group.
 
@@ -103,7 +103,8 @@ def fair_quota(node: Sequence[CpuLimits], me: int) -> float:
 def _count(text: str | None) -> int | None:
     """Return the first number of a text such as "4,2", or None if it is not a positive number.
 
-    OMP_NUM_THREADS has several numbers for nested parallel regions.
+    The environment variable OMP_NUM_THREADS may have several numbers, one for each level of nested
+    parallel regions.
     """
     first = (text or "").split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
@@ -190,7 +191,8 @@ def _read(path: str) -> str | None:
 def _namespace() -> str:
     """Return a text that identifies this process's control-group namespace.
 
-    Two containers on a node may have control groups of the same name in different namespaces.
+    Two containers on a node may have control groups of the same name. The namespace tells them
+    apart.
     """
     try:
         return os.readlink("/proc/self/ns/cgroup")

@@ -20,7 +20,7 @@ _PORTS = range(15000, 30000)  # below the ports that systems give to clients
 
 
 class Choice(NamedTuple):
-    """A transport, and the reason for it.
+    """Transport (the library that carries messages), and the reason for its choice.
 
     Attributes:
         transport: ``mpi``, ``torch`` or ``alone``.

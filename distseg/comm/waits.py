@@ -32,7 +32,7 @@ _BLOCKING = frozenset(
 
 
 class _Piece(NamedTuple):
-    """Deferred work and its deadline.
+    """Deferred work, such as the gradient of a layer's weight, and its deadline.
 
     The deadline is the name of an action of the schedule. None means that the work must be done
     when the next work is deferred or the next pass begins. The work adds to the gradients of
@@ -45,7 +45,9 @@ class _Piece(NamedTuple):
 
 
 class Waits:
-    """Wait policy of all communicators of one mesh.
+    """Wait policy of all communicators of one mesh: how a rank waits, and what it does meanwhile.
+
+    While a rank waits for others, it advances other messages and does deferred work.
 
     Attributes:
         timeout: seconds that a rank waits for another if no guardian watches it
@@ -171,10 +173,11 @@ class Waits:
     ) -> bool:
         """Defer ``work`` until this rank waits or the deadline comes, and return True.
 
-        Outside of :meth:`putting_off`, return False; the caller must then do the work itself.
+        Outside of the context :meth:`putting_off`, return False. The caller must then do the work
+        itself.
 
         Args:
-            work: the work.
+            work: the function to call later.
             parameters: the parameters to whose gradients the work adds.
         """
         if self._pieces is None:
@@ -214,7 +217,7 @@ class Waits:
             )
 
     def finish(self, action: str | None) -> None:
-        """Do all deferred work with one deadline.
+        """Do all deferred work that has a certain deadline.
 
         Args:
             action: the name of the action that is the deadline; None for work that must be done
@@ -232,7 +235,7 @@ class Waits:
 
 
 class When:
-    """Condition that can be waited for like a request.
+    """Request-like object for a condition, so that :meth:`Waits.wait` can wait for the condition.
 
     Args:
         condition: function that returns True once the condition holds.
@@ -243,7 +246,7 @@ class When:
 
 
 class Ranks:
-    """Communicator with the wait policy of its mesh.
+    """Communicator together with the wait policy of its mesh (:class:`Waits`).
 
     Args:
         comm: the communicator, of distseg or of mpi4py.

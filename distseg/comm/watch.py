@@ -44,15 +44,18 @@ _joined = False  # True once the guardians of all ranks are connected
 
 
 class Imports:
-    """Import hook that reports a heartbeat for each imported module.
+    """Import hook that reports each imported module to the guardian as progress.
 
-    So a process whose packages import slowly is not taken for one that hangs. The hook is the first
-    entry of ``sys.meta_path``.
+    Without this hook, a process whose packages import slowly would count as hanging. The hook is
+    the first entry of ``sys.meta_path``.
     """
 
     @staticmethod
     def find_spec(name: str, path=None, target=None) -> None:
-        """Report the import to the guardian, and leave it to the other entries of the path."""
+        """Report the import of ``name`` to the guardian, and return None.
+
+        Python then asks the other entries of ``sys.meta_path`` for the module.
+        """
         heartbeat(f"import of {name}")
 
 
@@ -138,9 +141,9 @@ def attend(comm: Communicator) -> None:
 
 
 def _depart(pid: int, comm: Communicator) -> None:
-    """Tell the guardian that this rank leaves, and wait until all ranks of ``comm`` leave.
+    """Tell the guardian that this rank leaves the job, and wait until all ranks of ``comm`` leave.
 
-    This is the last function that the process runs.
+    This is the last function that the process runs (``atexit``).
 
     Args:
         pid: the id of the process that registered this function. In its copies, made by fork, the
@@ -233,7 +236,10 @@ def _send(**what) -> None:
 
 
 def _stop() -> None:
-    """End the watch of this process; the guardian of a program runs on until the program ends."""
+    """Tell the guardian that this process is no longer watched.
+
+    The guardian of a program runs on until the program ends.
+    """
     global _guardian, _joined
     if not progress.shared():
         return

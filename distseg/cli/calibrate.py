@@ -20,14 +20,14 @@ _FOR_OPERATIONS = 0.7  # share of the time in which operations are measured
 
 
 def calibrate(run: RunConfig, world, seconds: float) -> Machine:
-    """Return the measured profile of this machine.
+    """Measure the speed of this machine, and return it as a profile.
 
     All ranks of ``world`` must call it together; they measure at the same time.
 
     Args:
         run: the settings of section ``run``, for device and threads.
         world: the communicator of the ranks. One rank measures no messages.
-        seconds: about how long it may take.
+        seconds: the approximate time that the measurement may take.
     """
     device = set_up(world, run.device, run.threads).device
     fast = all(world.allgather(fast_bf16(device)))

@@ -8,7 +8,7 @@ from distseg.data.store.check import check_store
 
 
 def run_check(path: str) -> int:
-    """Check a store or a run's checkpoints, print what is damaged, and return the exit status.
+    """Check a store or a run's checkpoints, print each damage found, and return the exit status.
 
     The exit status is 0 if nothing is damaged, else 2.
     """

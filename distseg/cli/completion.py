@@ -72,7 +72,7 @@ def values_of(kind: Any) -> list[str]:
 
 
 def _command_in(typed: str) -> str | None:
-    """Return the command of an unfinished line such as ``distseg train --mo``, here ``train``.
+    """Return the command in an unfinished line: ``train`` for ``distseg train --mo``.
 
     Return None while the user still types the command itself, as in ``distseg tra``.
     """

@@ -33,7 +33,7 @@ RUN = Path("runs/demo")
 
 
 def main() -> None:
-    """Run all commands of the demo, one after another, and print what they found."""
+    """Run all commands of the demo, one after another, and print their results."""
     options = _options()
     began = time.monotonic()
     if not CONFIG.exists():

@@ -90,7 +90,7 @@ def run_evaluate(
 def folder_of(run: str) -> str:
     """Return the folder of the run to which a checkpoint belongs.
 
-    A checkpoint outside a run's folder is returned itself.
+    If the checkpoint is not inside a run's folder, return ``run``.
 
     Args:
         run: the folder of a run or of a checkpoint.
@@ -129,7 +129,7 @@ def _check_store(store: Store, split: str, manifest: dict, predictor: Predictor,
 
 
 def _of_maps(predictor: Predictor, store: Store, split: str, world, tolerance: int) -> dict:
-    """Return the scores of a network that predicts class maps, as written to the JSON file.
+    """Return the scores of a network that predicts class maps, as a dict for the JSON file.
 
     All ranks must call it together. The dict has the scores of the network (``network``) and, if
     all training images have labels, of the per-pixel baseline (``colour``), the confusion matrix
@@ -153,7 +153,7 @@ def _of_maps(predictor: Predictor, store: Store, split: str, world, tolerance: i
 
 
 def _of_images(predictor: Predictor, store: Store, split: str, world) -> dict:
-    """Return the scores of a network with one output per image, as written to the JSON file.
+    """Return the scores of a network with one output per image, as a dict for the JSON file.
 
     All ranks must call it together. The dict has the scores (``network``), the table of images
     and, for classes, the confusion matrix.
@@ -198,12 +198,12 @@ def confusion_rows(matrix: Sequence[Sequence[int]], classes: Sequence[str]) -> l
 
 
 def score_table(found: Mapping, classes: list[str], of_maps: bool) -> list[dict]:
-    """Return the rows of the table of scores.
+    """Return the rows of the table of scores, such as one for each class.
 
     Args:
         found: the result of an evaluation.
         classes: names of the classes.
-        of_maps: True for a network of labels of pixels, False for one output per image.
+        of_maps: True if the network labels pixels, False if it has one output per image.
     """
     if of_maps:
         names = {"network": "network", "colour": "baseline"}
@@ -224,10 +224,9 @@ def _images(count: int) -> str:
 
 
 def _lines_below(network: Mapping, store: Store, split: str) -> list[str]:
-    """Return lines with the accuracy and kappa of a network that gives each image a class.
+    """Return lines below the table of scores: the accuracy and kappa of an image classifier.
 
-    They stand below the table of scores. The list is empty for a network that gives each image a
-    number instead.
+    The list is empty for a network that predicts a number for each image instead.
 
     Args:
         network: the scores of the network.

@@ -109,9 +109,9 @@ def export(
 
 
 def _unit(model: nn.Module, padded: bool) -> tuple[int, ...]:
-    """Return, for each dim, the number of pixels that image sizes must be multiples of.
+    """Return, for each dim, the number of which image sizes must be multiples, in pixels.
 
-    It is the total stride of the network, so that no layer has to cut or pad.
+    It is the total stride of the network, so that no layer has to cut or pad a feature map.
 
     Args:
         model: the network.
@@ -135,9 +135,9 @@ def _unit(model: nn.Module, padded: bool) -> tuple[int, ...]:
 def _program(
     model: nn.Module, bands: int, unit: Sequence[int], least: int = 1
 ) -> torch.export.ExportedProgram:
-    """Return the program that torch.export makes of a network with logits as result.
+    """Return a network as a program of torch.export, which returns logits.
 
-    It is checked: on an image of another size it must return the network's logits.
+    The program is checked: on an image of another size it must return the network's logits.
 
     Args:
         model: the network.

@@ -43,14 +43,15 @@ _MOST_IMAGES = {(2, False): 8, (2, True): 16, (3, False): 4, (3, True): 4}  # (d
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Facts about a store from which settings are chosen.
+    """Facts about a store, from which ``distseg init`` chooses settings.
 
     Attributes:
         path: the path of the store.
         sizes: the size of each training image.
         bands: number of bands.
         classes: names of the classes.
-        counts: number of training pixels of each class; training images if ``of_images``.
+        counts: for each class, the number of training pixels; with ``of_images`` the number of
+            training images.
         of_images: True for one label per image, False for labels of pixels.
         splits: names of the splits.
     """
@@ -70,12 +71,12 @@ class TrainingData:
 
     @property
     def largest(self) -> Size:
-        """The largest size along each dim, over all training images."""
+        """Largest size along each dim, over all training images."""
         return Size(max(lengths) for lengths in zip(*self.sizes))
 
     @property
     def shares(self) -> list[float]:
-        """The share of each class in the training labels."""
+        """Fraction of the training labels that each class has."""
         return [count / max(1, sum(self.counts)) for count in self.counts]
 
     @property
@@ -90,11 +91,11 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Computer:
-    """Machine that will train.
+    """Machine on which the training will run.
 
     Attributes:
         name: the device in words, such as ``2 CPU cores``.
-        ranks: the most ranks that are useful: cores, or GPUs.
+        ranks: the largest useful number of ranks: the number of cores, or of GPUs.
         memory: bytes of memory of a GPU, or of the host, which all ranks share.
         device: speed of one core or GPU.
         gpu: True for GPUs.
@@ -108,7 +109,7 @@ class Computer:
 
     @property
     def useful_ranks(self) -> int:
-        """The most ranks whose share of the memory is at least twice what PyTorch itself takes."""
+        """Largest number of ranks whose share of memory is twice the memory of PyTorch or more."""
         if self.gpu:
             return self.ranks
         return max(1, min(self.ranks, int(_MEMORY_SHARE * self.memory / (2 * self.device.base))))
@@ -119,7 +120,7 @@ class Computer:
 
 
 class Choice(NamedTuple):
-    """Setting that was chosen.
+    """Setting that ``distseg init`` has chosen.
 
     Attributes:
         setting: the name of the setting, such as ``optim.lr``.
@@ -223,28 +224,34 @@ def _config(choices: Sequence[Choice]) -> Config:
 
 
 def _power_of_two(number: int) -> int:
-    """Return the largest power of two up to ``number``, at least 1."""
+    """Return the largest power of two that is not above ``number``, at least 1."""
     return 1 << max(0, number.bit_length() - 1)
 
 
 def _samples_of_epoch(data: TrainingData, crop: Size | None) -> int:
-    """Return the number of samples of an epoch; crops are at least ``_LEAST_CROPS``.
+    """Return the number of samples of an epoch; with crops it is at least ``_LEAST_CROPS``.
 
-    Crops lie at random places. So a few large images give more different crops than fit side by
-    side.
+    Crops lie at random places. So a few large images give more different crops than would fit side
+    by side.
     """
     return data.samples(crop) if crop is None else max(_LEAST_CROPS, data.samples(crop))
 
 
 def _batch(samples: int, most: int) -> int:
-    """Return the number of images in a step: about half an epoch if the data set is small."""
+    """Return the number of images in a step: at most ``most``, and at most half an epoch.
+
+    Half an epoch is rounded down to a power of two.
+    """
     return min(most, _power_of_two(samples // 2))
 
 
 def _model(
     data: TrainingData, computer: Computer, network: str | None, crop: Size | None
 ) -> list[Choice]:
-    """Return the settings of the network: as the user names it, or a U-Net that fits the images."""
+    """Return the settings of the network: the user's choice, or a U-Net that fits the images.
+
+    For images with one label each, the default is a residual network.
+    """
     if data.of_images and network is None:
         return _classifier(data)
     name = network or "unet"
@@ -295,7 +302,7 @@ def _classifier(data: TrainingData) -> list[Choice]:
 
 
 def _mesh(ranks: int, computer: Computer) -> list[Choice]:
-    """Return the settings by which ranks share the images of a step."""
+    """Return the settings of the section ``mesh`` by which ranks share the images of a step."""
     found = [
         Choice("mesh.samples", ranks, f"ranks that share the images of a step: {computer.name}")
     ]
@@ -307,7 +314,7 @@ def _mesh(ranks: int, computer: Computer) -> list[Choice]:
 
 
 def _loss(data: TrainingData, crop: Size | None) -> list[Choice]:
-    """Choose the loss by the kind of the labels and the shares of the classes in samples."""
+    """Return the settings of the loss, chosen by the kind of labels and the class frequencies."""
     if data.numbers:
         return [Choice("loss.name", "mse", "labels are numbers")]
     if data.of_images:
@@ -325,10 +332,11 @@ def _loss(data: TrainingData, crop: Size | None) -> list[Choice]:
 
 
 def _counts_in_samples(data: TrainingData, crop: Size | None) -> tuple[list[int], str]:
-    """Return the counts of pixels from which class weights follow, and words for the smallest.
+    """Return the pixel counts of the classes, for class weights, and words for the smallest count.
 
-    A class near which crops are placed is more common in crops than in images. It counts as common
-    as the rarest other class, so that its rarity is not balanced twice.
+    Crops may be placed near one class (``data.focus_class``), which is then more common in crops
+    than in images. Its count is set to that of the rarest other class, so that its rarity is not
+    balanced twice.
     """
     counts, focus = list(data.counts), _focus_class(data, crop)
     if focus is None:
@@ -341,8 +349,8 @@ def _counts_in_samples(data: TrainingData, crop: Size | None) -> tuple[list[int]
 def _weights(counts: Sequence[int], what: str) -> list[Choice]:
     """Return the setting of class weights if the classes are uneven, else an empty list.
 
-    A weight is the inverse square root of the class's count. So it lies between equal weights of
-    all pixels and equal weights of all classes.
+    A weight is the inverse square root of the class's count. This is a compromise between equal
+    weights of all pixels and equal weights of all classes.
 
     Args:
         counts: number of pixels or images of each class.
@@ -388,9 +396,9 @@ def _images(number: int) -> str:
 
 
 def _focus_class(data: TrainingData, crop: Size | None) -> str | None:
-    """Return the rarest class that training pixels have, if it is rare and images are cropped.
+    """Return the rarest class of the training pixels, near which crops are placed, or None.
 
-    Return None otherwise.
+    Return None if no class is rare or images are not cropped.
     """
     if crop is None:
         return None
@@ -399,7 +407,7 @@ def _focus_class(data: TrainingData, crop: Size | None) -> str | None:
 
 
 def _means_nothing(name: str) -> bool:
-    """Return True if a name, such as ``null``, would be read as no value after a flag."""
+    """Return True if YAML reads a name as None, such as ``null``, so that a flag cannot give it."""
     try:
         return yaml.safe_load(name) is None
     except yaml.YAMLError:
@@ -458,7 +466,7 @@ def _length(
 def _smaller(
     images: int, crop: Size | None, data: TrainingData, stride: Sequence[int]
 ) -> Iterator[tuple[int, Size | None]]:
-    """Yield numbers of images and crop sizes for steps of less and less memory.
+    """Yield (number of images, crop size) for steps that need less and less memory.
 
     Args:
         images: the number of images to begin with.
@@ -478,7 +486,7 @@ def _smaller(
 
 
 class _Steps:
-    """Predictions for steps of one network, with different numbers and sizes of images.
+    """Predictor of time and memory of a network's steps with different numbers and sizes of images.
 
     Args:
         choices: the settings of the network and of the loss.
@@ -506,15 +514,15 @@ class _Steps:
 
     @property
     def stride(self) -> Sequence[int]:
-        """The total stride of the network along each dim; 1 if the layers cannot be followed."""
+        """Total stride of the network along each dim; 1 if the network cannot be captured."""
         return reach_for(self.model, True).stride if self.flat else (1,) * self.data.dims
 
     def predicted(self, images: int, crop: Size | None) -> Prediction | None:
-        """Return the time and memory of a step; None if the layers cannot be followed.
+        """Return the predicted time and memory of a step; None if the network cannot be captured.
 
         Args:
             images: number of images of a rank.
-            crop: the crop size, or None.
+            crop: the crop size; None for whole images.
 
         Raises:
             ValueError: the network cannot compute samples of this size.

@@ -12,7 +12,7 @@ MOST = 10**6  # largest value of a flag that is a count
 
 
 def check_given(mesh: MeshBase, command: str) -> None:
-    """Refuse ``mesh.layout: auto`` for a command that computes on the mesh that the user gives."""
+    """Refuse ``mesh.layout: auto`` for a command that needs a mesh which the user gives."""
     if mesh.layout == "auto":
         raise ValueError(
             f"mesh.layout is auto, but {command} needs mesh.samples, mesh.tiles and mesh.stages: "

@@ -31,7 +31,7 @@ _PROFILES = {"H100": "h100", "H200": "h100", "A100": "a100", "V100": "dgx1-v100"
 
 
 def init(store: str, output: str, network: str | None, minutes: float) -> list[str]:
-    """Write the config, and return the lines to print.
+    """Write a config for training on a store, and return the lines to print.
 
     Args:
         store: the path of the store.
@@ -64,7 +64,7 @@ def _check_new(output: str) -> None:
 
 
 def training_data(store: Store) -> TrainingData:
-    """Return the facts about a store from which settings are chosen.
+    """Return the facts about a store, such as image sizes, from which settings are chosen.
 
     Raises:
         ValueError: the store has no training images, or none of them has a label.
@@ -113,7 +113,10 @@ def this_computer() -> Computer:
 
 
 def _core() -> Machine:
-    """Return a CPU core by the constants of :data:`CORE`; its messages are guesses."""
+    """Return the speed of one CPU core, by the constants of :data:`CORE`.
+
+    The speed of messages is guessed.
+    """
     return Machine(
         "a CPU core of 90 GFLOP/s",
         CORE.flops_per_second,
@@ -194,12 +197,15 @@ def _value(value) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text with ``?`` for line breaks and other characters that would end a comment."""
+    """Return a text in which ``?`` replaces line breaks and other characters not allowed in YAML.
+
+    Such a character could end a comment.
+    """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _closing(found: FirstConfig, output: str) -> list[str]:
-    """Return the lines to print: what was written, the expected cost, and the next command."""
+    """Return the lines to print: the file, the expected time and memory, and the next command."""
     config, name = found.config, shlex.quote(output)
     lines = [
         f"wrote {output}: {config.model.name}, {config.step_images} "

@@ -47,8 +47,8 @@ def job(
     from the beginning until the context ends.
 
     Args:
-        settle: a function that returns the settings and the command's own flags. It is called on
-            each rank.
+        settle: a function that reads the settings and the command's own flags, and returns both. It
+            is called on each rank.
         stacks: a function that returns, given the settings, the folder for the stack traces of a
             job that hangs; None to print them.
 

@@ -141,8 +141,8 @@ def store_for(data: DataBase, manifest: dict, memory: int | None = None) -> Stor
     Args:
         data: the settings of the section ``data``.
         manifest: the manifest of a checkpoint of the run.
-        memory: the memory limit of a rank in bytes; None without one. With a limit, the decoded
-            pixels of one file are kept, where they can only be decoded as a whole.
+        memory: the memory limit of a rank in bytes; None for no limit. With a limit, the decoded
+            pixels of only one file are kept, if files can only be decoded as a whole.
     """
     constants = manifest["data"]["mean"], manifest["data"]["std"]
     return Store(data.store, constants, data.shrink, None if memory is None else 1)
@@ -161,7 +161,7 @@ def check_types(store: Store, split: str, manifest: dict) -> None:
 
 
 def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
-    """Return a note on each mesh setting that has another effect in prediction than in training.
+    """Return a note on each mesh setting whose effect in prediction differs from that in training.
 
     Args:
         mesh: the mesh settings.

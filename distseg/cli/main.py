@@ -63,7 +63,7 @@ COMMANDS = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line ``arguments``, by default that of the process."""
+    """Run ``distseg`` with the words of a command line, by default those of the process."""
     if arguments is None:
         as_program()
     arguments = list(sys.argv[1:] if arguments is None else arguments)

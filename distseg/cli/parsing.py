@@ -135,7 +135,10 @@ def parse(parser: Parser, arguments: list[str], given: list[Setting] | None = No
 
 
 def _print_head(parser: Parser) -> None:
-    """Print the important part of a command's help, before the flags of all settings."""
+    """Print the first part of a command's help: usage, examples and the most important flags.
+
+    The flags of all settings follow later.
+    """
     from distseg.cli.help import head
 
     _, command, *run = parser.prog.split()
@@ -207,7 +210,7 @@ def config_from(parsed: Namespace, kind: type = Config) -> Config | PatchConfig:
 
 
 def own_flags(parsed: Namespace, kind: type = Config) -> dict:
-    """Return the values of a command's own flags, which are no settings, by name.
+    """Return the values of a command's own flags (those that are no settings), by name.
 
     Args:
         parsed: the values of all flags.
@@ -268,7 +271,7 @@ def parse_run(parser: Parser, arguments: list[str]) -> tuple[Config | PatchConfi
 
 
 def print_ignored(left: list[str], comm) -> None:
-    """Tell the user, on rank 0, which settings of the training do not hold for this command.
+    """Print on rank 0 which settings of the training this command does not use.
 
     Args:
         left: the settings, such as ``run.threads 4``; empty to print nothing.
@@ -306,7 +309,7 @@ def parse_plain(parser: Parser, arguments: list[str], places: Mapping[str, str] 
 
 
 def _with_brackets(arguments: list[str]) -> list[str]:
-    """Return the arguments with brackets around lists of names that have none."""
+    """Return the arguments with brackets around lists of names: ``a,b`` becomes ``[a,b]``."""
     found = []
     for before, argument in zip(["", *arguments], arguments):
         flag, equals, value = argument.partition("=")
@@ -318,7 +321,13 @@ def _with_brackets(arguments: list[str]) -> list[str]:
 
 
 def _with_flag_hint(error: Exception, parser: Parser, places: Mapping[str, str]) -> str:
-    """Return the message of an error with the place of the setting, or the most similar flag."""
+    """Return an error's message with the setting's file and line, or with the most similar flag.
+
+    Args:
+        error: the error of jsonargparse.
+        parser: the parser of the command.
+        places: the file and line of each setting that comes from a file.
+    """
     text = _in_a_line(error)
     flag = re.match(r"--([\w.]*\w)", text)
     if flag and flag[1] in places:
@@ -373,8 +382,8 @@ _KINDS = {
 
 
 def _cut(text: str) -> str:
-    """Return a text; of more than 400 characters only the first 380 and the last 20.
+    """Return a text, shortened to its first 380 and last 20 characters if it has more than 400.
 
-    The end is kept because the code of a refusal stands there.
+    The end is kept because it has the code of the error.
     """
     return text if len(text) <= 400 else f"{text[:380]}...{text[-20:]}"

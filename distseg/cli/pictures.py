@@ -42,7 +42,7 @@ Reader = Callable[[Box], np.ndarray]
 
 @dataclass(frozen=True)
 class Gallery:
-    """Maker of the pictures of a run.
+    """Maker of the pictures for a run's report: images, labels and predictions.
 
     Attributes:
         store: the store of the evaluated images.
@@ -90,7 +90,7 @@ class Gallery:
         ]
 
     def _labelled(self, row: Mapping) -> Panel:
-        """Return the picture of an image with one label; of a volume its middle slice."""
+        """Return the picture of an image with one label; for a volume, of its middle slice."""
         name, image = row["image"], _ShrunkPixels()
         *outer, height, width = self.store.size(name)
         middle = tuple(n // 2 for n in outer)
@@ -109,7 +109,12 @@ class Gallery:
         return Panel(title, data_uri(rgb(*image.pixels())), f"Image {title}")
 
     def _picture(self, row: Mapping, word: str) -> Pictures | str:
-        """Return the picture of an image, or a note if there is no prediction of it."""
+        """Return the picture of an image and its prediction, or a note if there is no prediction.
+
+        Args:
+            row: the row of the image in the table of images.
+            word: the word for the group of the image in the caption, such as ``worst``.
+        """
         name = row["image"]
         for classes, tolerance in ((self._written, 0.0), (self._computed, _ROUNDING)):
             if (found := classes(name)) is not None:
@@ -123,7 +128,10 @@ class Gallery:
         )
 
     def _written(self, name: str) -> Reader | None:
-        """Return a function that reads the class map of an image from a file, if there is one."""
+        """Return a function that reads boxes of an image's class map from a file of predictions.
+
+        Return None if there is no such file.
+        """
         path = self.folder / f"{name}.h5"
         if not path.is_file():
             return None
@@ -137,7 +145,10 @@ class Gallery:
         return read if there == tuple(self.store.size(name)) else None
 
     def _computed(self, name: str) -> Reader | None:
-        """Return a function that reads the class map of an image that the network computes."""
+        """Compute the class map of an image, and return a function that reads boxes of it.
+
+        Return None if the image is too large.
+        """
         size = self.store.size(name)
         if math.prod(size) > _COMPUTED:
             return None
@@ -147,7 +158,9 @@ class Gallery:
         return lambda box: found[box.slices]
 
     def _panels(self, name: str, shrunk: _Shrunk, classes: Reader) -> list[Panel]:
-        """Return the panels of an image; an empty list if its scores are not those evaluated.
+        """Return the panels of an image: image, truth, prediction and errors.
+
+        The list is empty if the prediction does not give the scores of the evaluation.
 
         Args:
             name: the image.
@@ -195,7 +208,7 @@ class Gallery:
         return self._drawn(name, shrunk)
 
     def _drawn(self, name: str, shrunk: _Shrunk) -> list[Panel]:
-        """Return the panels of a shrunk image."""
+        """Return four panels of a shrunk image: image, truth, prediction and errors."""
         picture = rgb(*shrunk.image.pixels())
         table = np.vstack([self.colours, class_colors([""], [UNLABELLED])])
         truth, found, wrong = (
@@ -230,7 +243,7 @@ def missing_in(store: Store, name: str, box: Box, pixels: np.ndarray) -> np.ndar
 
 
 class _ShrunkPixels:
-    """Image that is shrunk by blocks of pixels while its strips are added."""
+    """Image that is read in strips of rows and shrunk: each block of pixels becomes its mean."""
 
     def __init__(self) -> None:
         self._sums: list[np.ndarray] = []
@@ -238,7 +251,7 @@ class _ShrunkPixels:
         self._dtype = np.dtype(np.uint8)
 
     def add(self, pixels: np.ndarray, absent: np.ndarray | None, block: int) -> None:
-        """Add the next strip, whose height is a multiple of the block except for the last strip.
+        """Add the next strip of rows; its height is a multiple of ``block``, except at the end.
 
         Args:
             pixels: (bands, H, W).
@@ -265,13 +278,13 @@ class _ShrunkPixels:
 
 
 class _Shrunk:
-    """Image, labels and errors, shrunk by blocks of pixels while strips are added.
+    """Image, labels and errors, read in strips of rows; each block of pixels becomes one pixel.
 
     Args:
         row: the row of the image in the table of images.
         store: the store of the image.
-        tolerance: largest difference between the accuracy of the predicted classes and that of the
-            table.
+        tolerance: largest allowed difference between the accuracy of the predicted classes and the
+            accuracy in ``row``.
 
     Attributes:
         block: the side of a block in pixels.
@@ -329,7 +342,7 @@ class _Shrunk:
     def add(
         self, pixels: np.ndarray, absent: np.ndarray | None, truth: np.ndarray, found: np.ndarray
     ) -> None:
-        """Add the next strip, whose height is a multiple of the block except for the last strip.
+        """Add the next strip of rows; its height is a multiple of the block, except at the end.
 
         Args:
             pixels: (bands, H, W).

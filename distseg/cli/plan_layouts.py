@@ -154,8 +154,9 @@ def plan_layouts(
 def simulated(planner: Planner, found: Prediction) -> dict:
     """Return the simulated step of a predicted layout, in types that JSON can hold.
 
-    The entries are the seconds of the step; by purpose, the seconds of the chain of tasks that
-    determines its duration; and the number of simulated ranks, which stand for all ranks.
+    The entries are: the seconds of the step; the seconds of the chain of tasks that determines this
+    duration, by the purpose of the tasks; and the number of simulated ranks, which stand for all
+    ranks.
     """
     cluster = Cluster(planner.machine, found.layout.ranks)
     step = simulate_step(planner.work, found.layout, found.balance, cluster)
@@ -298,7 +299,7 @@ def _best(planner: Planner, ranks: int, sizes: Collection[tuple[int, ...]]) -> l
 
 
 def _by_time(search: tuple[Planner, list[Prediction]]) -> tuple[bool, float]:
-    """Return a sort key: layouts that fit the memory limit come first, then the fastest."""
+    """Return a key to sort searches by their best layout: fitting the memory limit, then fast."""
     planner, best = search
     return best[0].memory > planner.limit, best[0].seconds
 
@@ -306,7 +307,14 @@ def _by_time(search: tuple[Planner, list[Prediction]]) -> tuple[bool, float]:
 def _about_precision(
     searches: Sequence[tuple[Planner, list[Prediction]]], chosen: str
 ) -> list[str]:
-    """Return a line on the best layouts in other number types; an empty list if there are none."""
+    """Return a list with a line on the best layout in each other number type, such as bf16.
+
+    The list is empty if only one number type was planned.
+
+    Args:
+        searches: for each number type, the planner and the layouts that it found.
+        chosen: the number type that the printed layouts have.
+    """
     others = [
         f"{duration(best[0].seconds)} in {planner.work.precision}"
         + ", which does not fit" * (best[0].memory > planner.limit)
@@ -319,7 +327,7 @@ def _about_precision(
 
 
 def _plain(found: Prediction) -> dict:
-    """Return a prediction in types that JSON can hold."""
+    """Return the prediction for a layout as a dict of types that JSON can hold."""
     return {
         "settings": found.layout.settings(),
         "family": found.layout.family,
@@ -332,7 +340,10 @@ def _plain(found: Prediction) -> dict:
 
 
 def _streamed(training: PlannedTraining, planner: Planner, chosen: Choice) -> dict:
-    """Return the prediction for a layout with streamed tiles, or why it cannot be trained."""
+    """Return the prediction for a layout with streamed tiles, as a dict.
+
+    If the layout cannot be trained, the dict has only the reason, under ``refused``.
+    """
     config = training.config.with_values({**chosen.values(), "train.accumulate": 1})
     try:
         model, image = copy.deepcopy(training.model), planner.work.image
@@ -344,7 +355,10 @@ def _streamed(training: PlannedTraining, planner: Planner, chosen: Choice) -> di
 
 
 def notes_on(work: Work, machine: Machine) -> list[str]:
-    """Return a note on each part of a step for which the machine has no measured rate."""
+    """Return notes on work in a step whose speed was not measured, so that similar work counts.
+
+    This is work in another number type or with other tensor shapes than the measured work.
+    """
     found, precision = [], work.precision
     if precision != machine.precision and not machine.rates.has("convolution", precision):
         found.append(
@@ -456,7 +470,7 @@ def _about_streaming(streamed: dict | None, seconds: float) -> list[str]:
 
     Args:
         streamed: the prediction (``streamed`` of :attr:`PlannedLayouts.facts`).
-        seconds: the seconds of the first layout, which does not fit.
+        seconds: the seconds of a step in the first layout, which does not fit the memory limit.
     """
     if streamed is None:
         return []
@@ -470,7 +484,12 @@ def _about_streaming(streamed: dict | None, seconds: float) -> list[str]:
 
 
 def _row(number: int, row: dict) -> dict:
-    """Return the row of the printed table about one layout: values by the name of the column."""
+    """Return the row of the printed table about one layout, as a dict from column to value.
+
+    Args:
+        number: the rank of the layout in the table, from 1.
+        row: the entry of the layout in :attr:`PlannedLayouts.facts`.
+    """
     settings = row["settings"]
     return {
         "": number,

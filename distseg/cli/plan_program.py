@@ -18,8 +18,8 @@ from distseg.training.step_messages import prove_order
 class PipelineProgram:
     """Operations that each rank of one pipeline runs in a step.
 
-    If the mesh has several pipelines, it is the one that computes the first tile of the first
-    image.
+    If the mesh has several pipelines, the operations are those of the pipeline that computes the
+    first tile of the first image.
 
     Attributes:
         config: the settings of the training.
@@ -59,7 +59,7 @@ class PipelineProgram:
 
 
 def _streaming(step: StepPrograms, rank: int) -> tuple[str, str]:
-    """Return the legend and the operations of a rank that streams tiles."""
+    """Return two texts for a rank that streams tiles: a legend, and the rank's operations."""
     found = step.streamed(0, rank)
     plan = found.plans[0]
     mine = [f"segment {n}: {found.executor.name_of(plan.segments[n])}" for n in plan.mine]
@@ -67,7 +67,7 @@ def _streaming(step: StepPrograms, rank: int) -> tuple[str, str]:
 
 
 def _stages(step: StepPrograms, rank: int) -> tuple[str, str]:
-    """Return the legend and the operations of a rank that does not stream tiles."""
+    """Return two texts for a rank without streaming: a legend, and the rank's operations."""
     legend = _legend(step, rank) if step.flat else ["stage 0: the whole network"]
     return "\n".join(legend), text(step.kept(rank))
 

@@ -58,7 +58,7 @@ class PlannedTraining:
     """Training whose layout is planned.
 
     Attributes:
-        config: the settings, completed by those that follow from the images.
+        config: the settings, in which the number of dims is that of the images.
         model: the plain network, which is not changed. All methods except :meth:`samples_only` need
             a list of layers that distseg knows.
         size: the size of an image in pixels; no larger image is timed.
@@ -74,7 +74,7 @@ class PlannedTraining:
 
     @classmethod
     def of(cls, config: Config, image: Size | None) -> PlannedTraining:
-        """Return the training of a config.
+        """Return the training that a config describes, with its network and image sizes.
 
         Args:
             config: the settings.
@@ -97,9 +97,11 @@ class PlannedTraining:
         return Loss(config.loss, channels_of(self.model)[1], output_weights(config.model))
 
     def precisions(self, machine: Machine) -> list[str]:
-        """Return the number types to compare: those with measured rates, if ``auto`` is set.
+        """Return the number types, such as fp32 and bf16, with which layouts are planned.
 
-        A profile has rates of bf16 only if the machine computes in bf16 without emulation.
+        If ``train.precision`` is auto, these are the types with measured rates, otherwise only the
+        type that is set. A profile has rates of bf16 only if the machine computes in bf16 without
+        emulation.
         """
         if self.config.train.precision != "auto":
             return [self.config.train.precision]
@@ -233,9 +235,8 @@ class PlannedTraining:
             device: the device of this rank.
 
         Returns:
-            The seconds of a step; the bytes that the process takes besides the step, such as
-            libraries; and the bytes that it takes more in the step. Each is the largest of all
-            ranks.
+            Three numbers, each the largest of all ranks: the seconds of a step; the bytes of the
+            process without the step, such as libraries; and the additional bytes in the step.
         """
         gc.collect()
         release_freed_memory()
@@ -250,11 +251,13 @@ class PlannedTraining:
         return tuple(map(max, zip(*world.allgather((seconds, base, peak - base)))))
 
     def _spread(self, network: NetworkTensors, rise: int) -> float:
-        """Return the bytes that a process takes for a byte of activations (`Machine.spread`).
+        """Return the number of bytes that a process takes for each byte of activations.
+
+        This is ``Machine.spread``.
 
         Args:
             network: the tensors of a step.
-            rise: the bytes that the process takes more in this step, weights included.
+            rise: the bytes, weights included, by which the process grows in this step.
         """
         memory = memory_of_image(network)
         if memory.changing < _ENOUGH:
@@ -332,9 +335,9 @@ def memory_of_a_rank(world, device: torch.device) -> tuple[float, int]:
 
 
 def _messages(world) -> tuple[float, float, bool]:
-    """Return the latency of messages in seconds, their bytes per second, and True if measured.
+    """Return (latency of messages in seconds, bytes per second, True if both are measured).
 
-    With one rank both numbers are guessed, and the third result is False.
+    With one rank both numbers are guessed, and the third value is False.
     """
     if world.size == 1:
         return 2e-5, 2e9, False

@@ -26,7 +26,7 @@ def run_plot(
         paths: for curves, folders of runs or their logs; for overlays, the predicted files NAME.h5.
         store: the store with the images (overlays only).
         box: the part of the image to draw, such as ``100:900,0:675``; None for the whole image.
-        output: the picture; None for a name beside the run or prediction.
+        output: the picture; None for a file beside the run or prediction.
     """
     if what == "curves":
         folder = Path(paths[0]) if Path(paths[0]).is_dir() else Path(paths[0]).parent

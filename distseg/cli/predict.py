@@ -150,7 +150,7 @@ def _sources_of_files(
         images: the paths of the files.
         manifest: the manifest of the network's run.
         scratch, shrink: the settings ``predict.scratch`` and ``data.shrink``.
-        nodata, level: see :func:`run_predict`.
+        nodata, level: the arguments of :func:`run_predict`.
 
     Raises:
         ValueError: two files have results of the same name.
@@ -192,8 +192,9 @@ class _Found:
     """Facts about the images to predict, for checks and messages before the first one is computed.
 
     Attributes:
-        sizes: for each size, the name of an image that has it.
-        decoding: for each number of bytes that decoding an image takes, the name of such an image.
+        sizes: a dict from each size of an image to the name of an image with this size.
+        decoding: a dict from the bytes that decoding an image takes to the name of an image that
+            takes as many.
         notes: for each image, its name and the notes on its file.
     """
 
@@ -263,7 +264,7 @@ def _predict_maps(
         files: a function that returns the files to write for an image.
         classes: the classes, and the label of pixels without data.
         settings: the settings of the section ``predict``.
-        network: see :func:`predict`.
+        network: the identity of the network and its settings, as for :func:`predict`.
     """
     maps, placed, volumes, voxels, whole = [], {}, False, False, True
     for opened in sources.values():

@@ -52,8 +52,8 @@ class Profile:
         seconds: the time until the slowest rank finished the step.
         expected: the modelled seconds of the passes of all ranks
             (:mod:`distseg.planning.pass_times`); None if they cannot be modelled.
-        simulated: a function that simulates the step of a pipeline. Its argument is the factor by
-            which passes take longer than modelled. None if there is no pipeline.
+        simulated: a function that simulates the step of a pipeline, given the factor by which
+            passes take longer than modelled; None if there is no pipeline.
     """
 
     title: str
@@ -66,7 +66,7 @@ class Profile:
 
     @property
     def factor(self) -> float:
-        """Ratio of the measured to the modelled seconds of all modelled passes together."""
+        """Measured seconds of all modelled passes, divided by their modelled seconds."""
         modelled = sum(self.expected.values())
         return (
             sum(seconds for key, (_, seconds) in self.passes().items() if key in self.expected)
@@ -173,7 +173,7 @@ class Profile:
 
 
 def _pass(span: Span) -> tuple[str, str]:
-    """Return the kind of a span and what it computes, such as ``("forward", "stage 1")``."""
+    """Return (kind, text) of a span of time, such as ``("forward", "stage 1")`` for a pass."""
     action = ACTION.match(span.name)
     return span.kind, f"stage {action[2]}" if action else span.name
 
@@ -183,7 +183,8 @@ def own_seconds(
 ) -> Counter:
     """Return the seconds of one rank's spans, added up for each value of ``by(span)``.
 
-    The time of a span inside another span counts only for the inner span.
+    By default they are added up by kind. The time of a span inside another span counts only for the
+    inner span.
     """
     found: Counter = Counter()
     around: list[Span] = []
@@ -329,7 +330,9 @@ def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
 
 
 def watch(engine: Engine, world) -> Trace:
-    """Record this rank's spans of an engine's steps from now on; return the trace that holds them.
+    """Start to record how this rank spends its time in an engine's steps; return the trace.
+
+    The trace gets a span of time for each pass, message and wait.
 
     All ranks of ``world`` must call it together, so that their traces begin at the same moment.
     """
@@ -353,7 +356,7 @@ def watch(engine: Engine, world) -> Trace:
 
 
 class _TracedReducer(Reducer):
-    """Reducer that passes sums to another reducer, and records the waits as spans of a trace."""
+    """Reducer that lets another reducer sum gradients, and records the waits as spans of time."""
 
     def __init__(self, reducer: Reducer, trace: Trace):
         self.name, self.early = reducer.name, reducer.early

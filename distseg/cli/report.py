@@ -107,7 +107,7 @@ class _Reported:
         """Return the content of the page.
 
         Args:
-            default: the default settings, beside which the page marks the changed ones.
+            default: the default settings; the page marks the settings that differ from them.
         """
         folder, best = self.folder, self.best
         last = read_run_manifest(find(folder, "last")) if (folder / FOLDER).is_dir() else best
@@ -130,9 +130,10 @@ class _Reported:
         )
 
     def _evaluations(self) -> list[Evaluated]:
-        """Return the evaluations that ``distseg evaluate`` wrote into the run's folder.
+        """Return a part of the page for each evaluation in the run's folder.
 
-        Each is returned with pictures of its worst and best images.
+        ``distseg evaluate`` wrote the evaluations. A part has pictures of the worst and best
+        images.
         """
         records = [_record_in(path) for path in sorted((self.folder / EVALUATIONS).glob("*.json"))]
         return [self._evaluated(each) for each in records]
@@ -202,13 +203,13 @@ class _Reported:
 
 
 def _legend(classes: Sequence[str], colours: np.ndarray) -> list[tuple[str, str]]:
-    """Return the name and the colour of each class in pictures of class maps."""
+    """Return (name, colour) of each class, for the legend of pictures of class maps."""
     named = [(name, "#" + bytes(colour).hex()) for name, colour in zip(classes, colours)]
     return [*named, ("no label", UNLABELLED), ("error", ERROR)]
 
 
 def _summary(best: Mapping, last: Mapping) -> str:
-    """Return a line about a run: its network, its store, its epochs, and whether it is complete."""
+    """Return a line about a run: network, store, number of epochs, and whether it is complete."""
     wanted, done = best["config"]["train"]["epochs"], last["epoch"]
     patience = last["config"]["train"].get("patience")
     state = "complete" if done >= wanted else "to be continued"
@@ -274,7 +275,8 @@ def _memory(
     """Return (label, value) for each row about the memory of ranks, planned and measured.
 
     Args:
-        planned_for: see :class:`_Reported`.
+        planned_for: a function that returns the planned memory of each rank, as for
+            :class:`_Reported`; None without a prediction.
         best: the manifest of the best checkpoint.
         log: the lines of the run's log.
     """
@@ -296,7 +298,7 @@ def _memory(
 
 
 def _brief(seconds: float) -> str:
-    """Return the time of a step as text, such as ``135 ms``."""
+    """Return a time as text, such as ``135 ms``, given in seconds."""
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
@@ -312,7 +314,7 @@ def _peak_memory(log: Sequence[Mapping], kind: str = "peak_memory") -> list[int]
 
 
 def _seconds_of_steps(log: Sequence[Mapping]) -> np.ndarray:
-    """Return the seconds between consecutive steps of one epoch and one job."""
+    """Return the seconds between each two consecutive steps of the same epoch and job."""
     steps = [line for line in log if line["kind"] == "step" and line.get("seconds") is not None]
     return np.array(
         [
@@ -346,7 +348,7 @@ def _charts(log: list[dict]) -> list[Chart]:
 
 
 def _marked(name: str, style: int, steps: np.ndarray, values: np.ndarray) -> Line:
-    """Return the line of a chart; its points are marked by symbols if they are few.
+    """Return a line of a chart; its points get symbols if there are only a few.
 
     Args:
         name: the name of the line.

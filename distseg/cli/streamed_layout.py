@@ -15,8 +15,8 @@ from distseg.training.programs import StepPrograms
 def streamed_seconds(programs: StepPrograms, planner: Planner, layout: MeshLayout) -> float:
     """Return the predicted seconds of a step with streamed tiles.
 
-    They are those of the rank with the slowest tile. Reading and writing offloaded feature maps is
-    not counted, because no profile has the speed of a disk.
+    The seconds are those of the slowest rank. Reading and writing offloaded feature maps is not
+    counted, because no profile has the speed of a disk.
 
     Args:
         programs: the programs of a step of one micro-batch with this layout, with streamed tiles.
@@ -37,7 +37,7 @@ def streamed_seconds(programs: StepPrograms, planner: Planner, layout: MeshLayou
 
 
 def _calls(program: Sequence, segments: Sequence) -> list[Sequence[int]]:
-    """Return the layers of each pass of a program.
+    """Return, for each pass of a tile in a program, the indices of the layers that it runs.
 
     A backward pass whose activations were not kept counts as two passes: forward and backward.
     """

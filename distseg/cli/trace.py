@@ -27,7 +27,7 @@ from distseg.tiling.tile import Box
 
 @dataclass(frozen=True)
 class _Source:
-    """Label map of a file.
+    """Label map that is read from a file, and the names of its classes.
 
     Attributes:
         labels: the label map.
@@ -119,7 +119,7 @@ def _opened(path: str) -> Iterator[_Source]:
 
 
 def _of_hdf5(file, path: str) -> _Source:
-    """Return the label map of a class map of distseg, an open HDF5 file."""
+    """Return the label map in ``file``, an open HDF5 file with a class map of distseg."""
     kind = file.attrs.get("format", b"")
     if "classes" not in file and kind in (FORMAT, FORMAT.encode()):
         raise ValueError(
@@ -199,7 +199,13 @@ def _chosen(source: _Source, classes: Sequence[str] | None, path: str, least: in
 
 
 def _number(name: str, names: list[str] | None, path: str) -> int:
-    """Return the label of a class that the user gave by name or number."""
+    """Return the number of a class that the user gave by name or number.
+
+    Args:
+        name: the name, or the number as text.
+        names: the names of the classes; None if they are not known.
+        path: the map's file, for messages.
+    """
     if names is not None and name in names:
         return names.index(name)
     if name.isdecimal() and (names is None or int(name) < len(names)):

@@ -34,11 +34,11 @@ class Case:
     def changes(
         self, mesh: MeshConfig, pipeline: PipelineConfig, spatial: SpatialConfig
     ) -> dict[str, Any]:
-        """Return the settings of the step that describe its layout, by name.
+        """Return the values of the settings that describe the layout of this step, by name.
 
         Args:
-            mesh, pipeline, spatial: the user's settings. Their balance of stages is kept if the
-                case has as many stages, and so are several tiles of a rank.
+            mesh, pipeline, spatial: the user's settings of these sections. The balance of stages is
+                kept if the case has as many stages, and several tiles of a rank are kept.
         """
         found = dict(self.layout.values())
         if pipeline.balance and self.layout.stages == mesh.stages:
@@ -51,14 +51,14 @@ class Case:
 def strong_cases(
     layout: MeshLayout, counts: Sequence[int], axis: str, image: Size, exchange: str
 ) -> list[Case]:
-    """Return the cases of strong scaling: the same step on more and more ranks.
+    """Return the cases of strong scaling: the same step on different numbers of ranks.
 
     Args:
         layout: the layout of the config. Its number of micro-batches is that of a step.
         counts: the numbers of ranks.
         axis: the axis of the mesh that grows.
         image: the size of an image.
-        exchange: the value of ``spatial.exchange_every`` where there are several tiles.
+        exchange: the value of ``spatial.exchange_every`` for cases with several tiles.
 
     Raises:
         ValueError: the micro-batches of a step do not divide among the sample groups of a case.
@@ -107,9 +107,10 @@ def pipeline_cases(
     schedules: Sequence[str],
     image: Size,
 ) -> list[Case]:
-    """Return the cases of a pipeline: all micro-batch counts and schedules, and one stage beside.
+    """Return a case for each number of micro-batches and schedule of a pipeline.
 
-    The same step without stages is the reference of the pipeline's efficiency.
+    For each number of micro-batches there is also a case with one stage, the reference for the
+    pipeline's efficiency.
 
     Args:
         layout: the layout of the config; its stages are replaced.
@@ -150,13 +151,13 @@ def halo_cases(layout: MeshLayout, ranks: int, every: Sequence[str], image: Size
 
 
 def _ranks_along(layout: MeshLayout, ranks: int, axis: str, need: str) -> int:
-    """Return the number of ranks along an axis if all ranks of the job are used.
+    """Return the number of ranks along one axis of the mesh with which the mesh fills the job.
 
     Args:
         layout: the layout of the config, which gives the other axes.
         ranks: the number of ranks of the job.
         axis: the axis of the mesh: tiles, samples or stages.
-        need: why two ranks are needed along the axis, for the message.
+        need: the reason why two ranks are needed along the axis, for the message.
 
     Raises:
         ValueError: the ranks do not fit the other axes, or there is one along the axis.

@@ -18,7 +18,7 @@ from distseg.report.tables import folded_table
 
 
 def run_bench(asked: Asked, world: Communicator) -> int:
-    """Measure, write the result and its picture, and return the exit status.
+    """Measure what the user asks for, write the result and its picture, and return the exit status.
 
     All ranks of ``world`` must call it together.
 

@@ -20,7 +20,7 @@ _RUNS = {"date"}  # of the environment, which differs between any two runs
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two results beside each other.
+    """Comparison of two results of ``distseg bench``.
 
     Attributes:
         rows: a row for each case that both results have.
@@ -73,7 +73,7 @@ def compare(a: Result, b: Result) -> Comparison:
 
 
 def _row(a: Measurement, b: Measurement) -> Row:
-    """Return the row of a case; its ratio is the seconds of ``b`` over those of ``a``."""
+    """Return the row that compares a case in two results; its ratio is ``b``'s time / ``a``'s."""
     found = ratio(1.0, b, a)
     known = bool(a.memory and b.memory)
     return {
@@ -90,14 +90,17 @@ def _row(a: Measurement, b: Measurement) -> Row:
 
 
 def verdict(found: Range) -> str:
-    """Return what a ratio of seconds says: slower, faster, or no difference within the spread."""
+    """Return ``slower``, ``faster`` or ``no different``, given the range of a ratio of seconds.
+
+    The last one is returned if the range contains 1.
+    """
     if found.low > 1:
         return "slower"
     return "faster" if found.high < 1 else "no different"
 
 
 def _settings(result: Result) -> dict[str, Any]:
-    """Return all on which the figures depend besides hardware and software."""
+    """Return the settings, network and images of a result, on which its figures depend."""
     names = ("network", "precision", "data", "repeats", "warmup", "machine")
     given = {name: getattr(result, name) for name in names}
     images = {one.name: one.image for one in result.measurements}
@@ -105,10 +108,10 @@ def _settings(result: Result) -> dict[str, Any]:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Row]:
-    """Return a row for each entry that differs, such as ``versions.torch``, with both values.
+    """Return a row for each entry that differs between two dicts, with both values.
 
-    Entries of objects in objects are compared one by one. A value that one side does not have is
-    None.
+    The entries of nested dicts are compared one by one, under names such as ``versions.torch``. A
+    value that one dict does not have is None.
     """
     first, second = _flat(a), _flat(b)
     return [

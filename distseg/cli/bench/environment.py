@@ -32,7 +32,7 @@ _PRIVATE = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.I)
 def describe_environment(
     world: Communicator, device: torch.device, threads: int
 ) -> dict[str, Any] | None:
-    """Return the environment of a job on rank 0, as values for JSON; return None on other ranks.
+    """Return hardware and software of a job as a dict for JSON on rank 0, and None on other ranks.
 
     All ranks of ``world`` must call it together.
 
@@ -142,7 +142,10 @@ def git_commit(folder: Path) -> str | None:
 
 
 def performance_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that may change the speed of a step, by name."""
+    """Return those environment variables, by name, that may change the speed of a step.
+
+    An example is OMP_NUM_THREADS.
+    """
     return {
         name: environment[name]
         for name in sorted(environment)

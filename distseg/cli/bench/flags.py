@@ -111,7 +111,8 @@ def add_flags(parser, *kinds: str) -> None:
 
     Args:
         parser: a parser of jsonargparse.
-        kinds: some of ``MEASURED``. Of flags with the same name, the first is taken.
+        kinds: the kinds, some of ``MEASURED``. If several kinds have flags of the same name, the
+            first of these flags is added.
     """
     found: dict[str, _Flag] = {}
     for flag in _FLAGS:
@@ -182,7 +183,8 @@ def check_flags(kind: str, flags: Mapping[str, Any], store: str | None) -> None:
         store: the setting ``data.store``.
 
     Raises:
-        ValueError: the message names the flag, its value and how to fix it.
+        ValueError: values contradict each other. The message names the flag, its value and how to
+            fix it.
     """
     checks: dict[str, Callable[[Mapping[str, Any], str | None], None]] = {
         "pipeline": _check_pipeline,

@@ -16,7 +16,7 @@ Figures = list[tuple[str, str]]
 
 
 def figures_of(result: Result) -> Figures:
-    """Return label and value of the most important numbers of a result."""
+    """Return (label, value) of the few most important numbers of a result."""
     return _FIGURES[result.kind](result)
 
 

@@ -104,7 +104,10 @@ def grown_layout(layout: MeshLayout, ranks: int, axis: str) -> MeshLayout:
 
 
 def with_exchange(layout: MeshLayout, exchange: str) -> MeshLayout:
-    """Return a layout whose tiles exchange halos as asked; one tile exchanges nothing."""
+    """Return a layout with another value of ``spatial.exchange_every``.
+
+    A layout with one tile exchanges no halos and is returned unchanged.
+    """
     return replace(layout, exchange=exchange if layout.tiles.volume > 1 else "all")
 
 

@@ -64,11 +64,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements, with what they were made of.
+    """Measurements, with the settings, the network and the data that were used.
 
     Attributes:
-        config: the settings, completed by those that follow from the images.
-        network: ``name`` and ``parameters``.
+        config: the settings, in which the number of dims is that of the images.
+        network: ``name`` and ``parameters`` (their number).
         precision: the number type of the steps.
         data: ``random images``, or the store.
         machine: the machine of the predictions; None without predictions.
@@ -84,7 +84,9 @@ class Measured:
 
 
 def measure_steps(asked: Asked, world: Communicator, device: torch.device) -> Measured:
-    """Measure training steps. All ranks of ``world`` must call it together.
+    """Measure the training steps that the user asks for, and return the figures.
+
+    All ranks of ``world`` must call it together.
 
     Args:
         asked: the kind of measurement, its flags and the settings.
@@ -117,7 +119,7 @@ def measure_steps(asked: Asked, world: Communicator, device: torch.device) -> Me
 
 
 def measure_store(asked: Asked, world: Communicator, device: torch.device) -> Measured:
-    """Measure the reading of a store; the arguments are those of :func:`measure_steps`."""
+    """Measure how fast ranks read a store; the arguments are those of :func:`measure_steps`."""
     with raise_jointly(world):
         config = prepare(asked.config, None).config
         counts = layouts.rank_counts(asked.flags["ranks"], world.size, 1)
@@ -133,7 +135,7 @@ def _cases_of(asked: Asked, model: nn.Module, image: Size, ranks: int) -> list[C
     """Return the cases of a kind of measurement.
 
     Args:
-        asked: the kind, its flags and the settings, with those that follow from the images.
+        asked: the kind, its flags and the settings.
         model: the plain network.
         image: the size of an image.
         ranks: the number of ranks of the job.

@@ -36,13 +36,13 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Steps:
-    """Way in which the steps of all cases are measured.
+    """Settings by which the steps of all cases are measured.
 
     Attributes:
-        config: the settings, from which a case takes everything but its layout.
+        config: the settings of the steps. A case replaces those that describe the layout.
         random: True for random images of a case's size, False for the images of the store.
         repeats: number of measured steps.
-        warmup: number of steps before them.
+        warmup: number of steps before them, which are not measured.
         device: the device of this rank.
     """
 
@@ -53,9 +53,9 @@ class Steps:
     device: torch.device
 
     def measured(self, case: Case, comm: Communicator) -> Measurement:
-        """Return the figures of a case, without a prediction.
+        """Measure a case and return its figures, without a prediction.
 
-        All ranks of ``comm`` must call it together, as many as the case's layout has.
+        ``comm`` must have as many ranks as the layout of the case. They must call it together.
 
         Raises:
             JointFailure: the step cannot be computed in this layout, or its loss is not finite.
@@ -87,13 +87,13 @@ class Steps:
         )
 
     def prepared(self, case: Case) -> Prepared:
-        """Return the settings, model and data of a case."""
+        """Return the settings, the plain model and the images of a case."""
         config = self.config
         changes = case.changes(config.mesh, config.pipeline, config.spatial)
         return prepare(config.with_values(changes), case.image if self.random else None)
 
     def _step(self, case: Case, comm: Communicator) -> RunningStep:
-        """Return the step of a case, ready to run on this rank."""
+        """Return the training step of a case, with engine and data, ready to run on this rank."""
         with raise_jointly(comm):
             prepared = self.prepared(case)
             model, images = as_network(prepared.model), prepared.images()
@@ -107,9 +107,10 @@ class Steps:
 
 
 def on_first_ranks(world: Communicator, count: int, work: Callable[[Communicator], Found]) -> Found:
-    """Return what ``work`` returns on the first ranks of a job, on all ranks.
+    """Run ``work`` on the first ranks of a job, and return its result on all ranks.
 
-    All ranks of ``world`` must call it together. The other ranks wait without keeping a core busy.
+    All ranks of ``world`` must call it together. The ranks that do not work wait without keeping a
+    core busy.
 
     Args:
         world: the communicator of all ranks.
@@ -117,7 +118,7 @@ def on_first_ranks(world: Communicator, count: int, work: Callable[[Communicator
         work: a function that gets the communicator of the first ranks. All of them call it.
 
     Raises:
-        JointFailure: the first ranks have raised one together.
+        JointFailure: ``work`` has raised a JointFailure on all of the first ranks.
     """
     found, failure = None, None
     if world.rank < count:
@@ -137,13 +138,15 @@ def on_first_ranks(world: Communicator, count: int, work: Callable[[Communicator
 def measure_cases(
     steps: Steps, cases: Sequence[Case], world: Communicator, say: Callable[[str], None]
 ) -> list[Measurement]:
-    """Return the measurements of all cases. All ranks of ``world`` must call it together.
+    """Measure all cases, one after another, and return their figures.
+
+    All ranks of ``world`` must call it together.
 
     Args:
         steps: how steps are measured.
         cases: the cases.
         world: the communicator of all ranks.
-        say: prints a line of progress.
+        say: a function that prints a line of progress.
     """
     found = []
     for number, case in enumerate(cases):
@@ -156,7 +159,7 @@ def measure_cases(
 
 
 def spread_text(one: Measurement) -> str:
-    """Return the median and the range of a measurement as text."""
+    """Return the median and the range of the measured seconds as text."""
     if len(one.seconds) == 1:
         return f"{one.median:.4g} s"
     return f"{one.median:.4g} s ({min(one.seconds):.4g} to {max(one.seconds):.4g})"

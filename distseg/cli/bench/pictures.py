@@ -14,7 +14,7 @@ from distseg.report.style import FAINT, PALETTE, new_figure
 
 
 def draw_result(result: Result, path: Path) -> None:
-    """Draw the picture of a result. The file appears when it is whole."""
+    """Draw the picture of a result to a file, which appears only when it is complete."""
     draw = {
         "strong": _scaling,
         "weak": _scaling,
@@ -103,7 +103,13 @@ def _halo(result: Result, path: Path) -> None:
 
 
 def _seconds(result: Result, path: Path, words: tuple[str, str, Sequence[str]]) -> None:
-    """Draw the seconds of each case; the words are title, label of the x axis, names of cases."""
+    """Draw the seconds of each case as a bar.
+
+    Args:
+        result: the result.
+        path: the picture.
+        words: title, label of the x axis, and names of the cases.
+    """
     title, x_label, names = words
     _bars(
         result.measurements,

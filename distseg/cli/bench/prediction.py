@@ -17,18 +17,18 @@ from distseg.planning.mesh_search import Planner
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Planner of the cases of one measurement.
+    """Predictions of the planner for the cases of one measurement.
 
     Attributes:
         steps: how the steps of the cases are measured.
-        machine: the machine; None if the planner cannot predict any case.
+        machine: the speed of the machine; None if the planner cannot predict any case.
     """
 
     steps: Steps
     machine: Machine | None
 
     def beside(self, case: Case, measured: Measurement) -> Measurement:
-        """Return the measurement of a case with its prediction, or with the reason for none."""
+        """Return a measurement with the planner's prediction added, or the reason for none."""
         config = self.steps.config
         if reason := left_out(config.streaming, config.pipeline, config.spatial):
             return replace(measured, note=reason)
@@ -46,7 +46,7 @@ class StepPrediction:
 
 
 def left_out(streaming: StreamingConfig, pipeline: PipelineConfig, spatial: SpatialConfig) -> str:
-    """Return why the planner cannot predict steps with these settings; an empty text if it can."""
+    """Return why the planner cannot predict steps with these settings, or "" if it can."""
     if streaming.active:
         return "the planner does not predict streamed tiles"
     if pipeline.placement != "linear":

@@ -12,7 +12,7 @@ from distseg.cli.bench.results import Measurement
 
 
 class Range(NamedTuple):
-    """Middle, smallest and largest value of a figure."""
+    """Middle, smallest and largest value of a measured figure, such as a speed-up."""
 
     middle: float
     low: float
@@ -20,9 +20,10 @@ class Range(NamedTuple):
 
 
 def ratio(factor: float, a: Measurement, b: Measurement) -> Range:
-    """Return ``factor`` times the seconds of ``a`` over those of ``b``.
+    """Return ``factor`` times the seconds of ``a`` divided by the seconds of ``b``.
 
-    The range goes from the fastest repeat of ``a`` over the slowest of ``b`` to the opposite.
+    The smallest value divides the fastest repeat of ``a`` by the slowest of ``b``. The largest
+    value divides the slowest repeat of ``a`` by the fastest of ``b``.
     """
     return Range(
         factor * a.median / b.median,
@@ -32,16 +33,16 @@ def ratio(factor: float, a: Measurement, b: Measurement) -> Range:
 
 
 def speed_up(one: Measurement, reference: Measurement) -> Range:
-    """Return how many times as fast as one rank a case computes pixels.
+    """Return the speed-up of a case: how many times as many pixels a second it has as one rank.
 
-    The reference counts as ideal: its speed-up is its number of ranks. The range is from the
-    slowest repeat of the case beside the fastest of the reference, to the opposite.
+    The speed-up of the reference is set to its number of ranks. The smallest value compares the
+    slowest repeat of the case with the fastest of the reference, the largest value the reverse.
     """
     return ratio(reference.ranks * one.pixels / reference.pixels, reference, one)
 
 
 def predicted_speed_up(one: Measurement, reference: Measurement) -> float | None:
-    """Return the predicted counterpart of :func:`speed_up`, or None without predictions."""
+    """Return the speed-up (:func:`speed_up`) by predicted times, or None without predictions."""
     if not one.predicted or not reference.predicted:
         return None
     factor = reference.ranks * one.pixels / reference.pixels
@@ -49,15 +50,16 @@ def predicted_speed_up(one: Measurement, reference: Measurement) -> float | None
 
 
 class Staged(NamedTuple):
-    """Step of a pipeline beside the same step on one stage.
+    """Measured step of a pipeline, compared with the same step on one stage.
 
     Attributes:
         one: the measurement with several stages.
         schedule: the schedule.
         micro_batches: number of micro-batches m of a step.
         stages: number of stages S.
-        efficiency: the rank-seconds on one stage over those of the pipeline.
-        predicted: the predicted counterpart of ``efficiency``; None without predictions.
+        efficiency: seconds times ranks on one stage, divided by seconds times ranks of the
+            pipeline.
+        predicted: the efficiency that the planner predicts; None without predictions.
     """
 
     one: Measurement
@@ -69,12 +71,12 @@ class Staged(NamedTuple):
 
     @property
     def ideal(self) -> float:
-        """Efficiency m / (m + S - 1) of equal stages and free messages."""
+        """Efficiency m / (m + S - 1) of a pipeline with equal stages and no time for messages."""
         return self.micro_batches / (self.micro_batches + self.stages - 1)
 
 
 def pipelines(measurements: Sequence[Measurement]) -> list[Staged]:
-    """Return the steps with several stages, each beside the same step on one stage.
+    """Return the measured steps with several stages, each compared with the step on one stage.
 
     Raises:
         ValueError: the same step was not measured on one stage.

@@ -21,7 +21,9 @@ from distseg.tiling.tile import ReceptiveField
 
 
 def crops_of(data: DataConfig, seed: int, count: int) -> list[Sample]:
-    """Return the first crops that a training with these settings reads, epoch after epoch.
+    """Return the first ``count`` crops that a training with these settings reads.
+
+    If an epoch has fewer crops, crops of the next epochs follow.
 
     Args:
         data: the settings of the data.
@@ -41,7 +43,7 @@ def crops_of(data: DataConfig, seed: int, count: int) -> list[Sample]:
 def read_crops(data: DataConfig, crops: Sequence[Sample]) -> int:
     """Read crops with their labels as training does; return the bytes of the tensors.
 
-    The store is opened anew, so that no chunk is in its own cache.
+    The store is opened anew, so that its cache has no data yet.
     """
     store, size = Store(data.store, shrink=data.shrink), 0
     for crop in crops:
@@ -71,10 +73,11 @@ def measure_reading(
     world,
     say: Callable[[str], None],
 ) -> list[Measurement]:
-    """Return the measurements of reading. All ranks of ``world`` must call it together.
+    """Measure how fast ranks read crops, and return the figures.
 
-    For each number of ranks there are two cases: from the disk, after the system was asked to drop
-    the store from its page cache, and from memory, right after the same crops were read.
+    All ranks of ``world`` must call it together. For each number of ranks there are two cases: from
+    the disk, after the system was asked to drop the store from its page cache, and from memory,
+    right after the same crops were read.
 
     Args:
         data: the settings of the data.
@@ -98,7 +101,15 @@ def measure_reading(
 def _measured(
     data: DataConfig, crops: Sequence[Sample], repeats: int, cold: bool, comm
 ) -> Measurement:
-    """Return the measurement of one case. All ranks of ``comm`` must call it together."""
+    """Measure how fast the ranks of ``comm`` read crops; all of them must call it together.
+
+    Args:
+        data: the settings of the data.
+        crops: the crops that the ranks read together.
+        repeats: the number of repeats.
+        cold: True to drop the store from the system's page cache before each repeat.
+        comm: the communicator of the ranks that read.
+    """
     name = f"{many(comm.size, 'rank')}, from {'the disk' if cold else 'memory'}"
     phase(f"measuring {name}")
     mine, first, seconds, size = crops[comm.rank :: comm.size], first_on_node(comm), [], 0

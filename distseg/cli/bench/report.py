@@ -128,7 +128,7 @@ def page_of(name: str, results: Sequence[Result]) -> BenchPage:
 
 
 def network_text(result: Result) -> str:
-    """Return a network and its number of parameters as text; for reading, the store."""
+    """Return a text with the network and its number of parameters; for ``io`` the store instead."""
     if result.kind == "io":
         return f"store {result.data}"
     return f"{result.network['name']}, {result.network['parameters']:,} parameters"
@@ -154,7 +154,7 @@ def part_of(study: Study) -> StudyPart:
 
 
 def facts_text(result: Result) -> str:
-    """Return what was measured as a sentence, for the part about one study."""
+    """Return a sentence about what was measured, such as precision and repeats, for one study."""
     first = result.measurements[0]
     found = [network_text(result), result.data, f"images of {first.image}", result.precision]
     found.append(f"{many(result.repeats, 'repeat')} after {many(result.warmup, 'step')}")
@@ -164,7 +164,7 @@ def facts_text(result: Result) -> str:
 
 
 def picture_of(result: Result) -> Panel:
-    """Return the picture of a result as a data URI."""
+    """Return a panel with the picture of a result, which is embedded as a data URI."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "picture.png"
         draw_result(result, path)
@@ -173,7 +173,7 @@ def picture_of(result: Result) -> Panel:
 
 
 def environment_rows(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return label and value of each part of the environments.
+    """Return (label, value) for each part of the hardware and software of several jobs.
 
     Values that differ between jobs are joined by " | ".
     """

@@ -16,7 +16,7 @@ FORMAT, VERSION = "distseg bench", 1
 
 @dataclass(frozen=True)
 class Measurement:
-    """Figures of one case.
+    """Measured figures of one case, which is one layout on a number of ranks.
 
     Attributes:
         name: the name of the case, unique in its result.
@@ -26,14 +26,14 @@ class Measurement:
         image: the size of an image, such as ``512x512``.
         pixels: pixels of all images of a step.
         images: number of images of a step.
-        parts: mean seconds of a rank by what it did (``forward``, ``halo``, ...), in one traced
-            step after the repeats.
-        busiest: the rank that computed longest in the traced step: ``rank``, ``host``,
-            ``computing`` and ``mean``, its seconds and the mean of all ranks.
+        parts: mean seconds that a rank spent on each kind of work (``forward``, ``halo``, ...), in
+            one traced step after the repeats.
+        busiest: the rank that computed longest in the traced step: ``rank`` and ``host``, its
+            seconds (``computing``), and the mean seconds of all ranks (``mean``).
         traffic: messages and bytes that all ranks sent in a step
             (:class:`distseg.comm.counted.Traffic`), and ``largest_rank``, the bytes of the rank
             that sent the most.
-        memory: peak bytes of each rank; empty if the system does not tell.
+        memory: peak bytes of each rank; empty if the system does not give them.
         redundancy: computed pixels of input windows / pixels of the images.
         bytes: bytes that all ranks read in a repeat (``io`` only).
         predicted: ``seconds``, ``memory`` and ``parts`` of the planner; None without a prediction.
@@ -58,7 +58,7 @@ class Measurement:
 
     @property
     def median(self) -> float:
-        """Median of the seconds."""
+        """Median of the measured seconds."""
         return median(self.seconds)
 
     @property
@@ -67,14 +67,18 @@ class Measurement:
         return self.traffic.get("message_bytes", 0) + self.traffic.get("collective_bytes", 0)
 
     def share(self, *kinds: str) -> float:
-        """Return the share of a rank's time in the traced step that these kinds of work took."""
+        """Return the fraction of the traced step that a rank spent on some kinds of work.
+
+        Args:
+            kinds: the kinds, such as ``halo`` or ``wait``.
+        """
         whole = sum(self.parts.values())
         return sum(self.parts.get(kind, 0.0) for kind in kinds) / whole if whole else 0.0
 
 
 @dataclass(frozen=True)
 class Result:
-    """All that one run of ``distseg bench`` found out.
+    """Result of one run of ``distseg bench``: the figures, the settings and the environment.
 
     Attributes:
         kind: one of ``MEASURED``.
@@ -106,12 +110,12 @@ class Result:
 
     @property
     def title(self) -> str:
-        """The kind and the axis, such as ``strong, tiles``."""
+        """Kind of measurement and growing axis of the mesh, such as ``strong, tiles``."""
         return f"{self.kind}, {self.axis}" if self.axis else self.kind
 
     @property
     def notes(self) -> list[str]:
-        """The reasons for which predictions are missing."""
+        """Sentences that say why predictions are missing."""
         return list(dict.fromkeys(one.note for one in self.measurements if one.note))
 
     @property
@@ -126,7 +130,7 @@ def file_name(kind: str, axis: str, ranks: int) -> str:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Write a result as JSON. The file appears when it is whole.
+    """Write a result as JSON to a file, which appears only when it is complete.
 
     Raises:
         ValueError: a figure is not a finite number.

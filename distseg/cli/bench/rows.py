@@ -15,10 +15,10 @@ Row = dict[str, float | int | str | None]
 
 
 def rows_of(kind: str, measurements: Sequence[Measurement]) -> list[Row]:
-    """Return the rows of a table.
+    """Return the rows of the table of results, one for each case.
 
     Args:
-        kind: the kind of measurement.
+        kind: the kind of measurement, such as ``strong``.
         measurements: the figures, of one result or of several results of the same study.
     """
     return {
@@ -53,7 +53,14 @@ def scaling_rows(measurements: Sequence[Measurement]) -> list[Row]:
 
 
 def _scaled(one: Measurement, ordered: Sequence[Measurement]) -> Row:
-    """Return the speed-up against the smallest number of ranks; None if it is the only one."""
+    """Return columns with speed-up and efficiency, compared with the smallest number of ranks.
+
+    Their values are None if only one number of ranks was measured.
+
+    Args:
+        one: the measurement of the row.
+        ordered: all measurements, by increasing number of ranks.
+    """
     if len(ordered) == 1:
         return dict.fromkeys(("speed-up", "from", "to", "efficiency"))
     found = speed_up(one, ordered[0])
@@ -86,7 +93,7 @@ def pipeline_rows(measurements: Sequence[Measurement]) -> list[Row]:
 def halo_rows(measurements: Sequence[Measurement]) -> list[Row]:
     """Return a row for each number of layers between halo exchanges.
 
-    Ratios are to the first case.
+    The ratios in a row compare its case with the first case.
     """
     first = measurements[0]
     return [
@@ -124,7 +131,7 @@ def memory_rows(measurements: Sequence[Measurement]) -> list[Row]:
 
 
 def reading_rows(measurements: Sequence[Measurement]) -> list[Row]:
-    """Return a row for each number of ranks that read, from the disk and from memory."""
+    """Return two rows for each number of ranks that read a store: from the disk and from memory."""
     return [
         {
             "case": one.name,
@@ -140,7 +147,7 @@ def reading_rows(measurements: Sequence[Measurement]) -> list[Row]:
 
 
 def halo_share(one: Measurement) -> float:
-    """Return the share of a rank's time that halo exchanges took."""
+    """Return the fraction of a rank's time in a step that halo exchanges took."""
     return one.share("halo")
 
 
@@ -170,7 +177,7 @@ def _memory(one: Measurement) -> Row:
 
 
 def _busiest(one: Measurement) -> Row:
-    """Return the rank that computed longest, with its seconds over the mean of all ranks."""
+    """Return a column with the rank that computed longest, and its time divided by the mean."""
     if not one.busiest:
         return {"busiest rank": None}
     rank, host, computing, mean = (

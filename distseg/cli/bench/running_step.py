@@ -51,14 +51,20 @@ class RunningStep:
         return time.perf_counter()
 
     def redundancy(self) -> float:
-        """Return the pixels of all ranks' input windows over the pixels of the images."""
+        """Return the number of pixels in all input windows, divided by the pixels of the images.
+
+        It is above 1 if windows have halos, because halos overlap other windows.
+        """
         places = [piece.place for pieces in self.own for piece in pieces]
         read = self.comm.allreduce(sum(len(p.images) * p.window.pixels for p in places))
         owned = self.comm.allreduce(sum(len(p.images) * p.tile.pixels for p in places))
         return read / owned
 
     def traced(self) -> dict[str, Any]:
-        """Run the step while it is traced; return ``parts`` and ``busiest`` of a measurement."""
+        """Run the step with a trace, and return two fields of a measurement as a dict.
+
+        They are ``parts`` and ``busiest`` of :class:`distseg.cli.bench.results.Measurement`.
+        """
         engine, comm = self.engine, self.comm
         trace = watch(engine, comm)
         engine.backward(self.own)
@@ -70,11 +76,13 @@ class RunningStep:
         return {"parts": mean_parts(times, max(ends)), "busiest": busiest_rank(times, hosts)}
 
     def total_traffic(self, sent: Traffic, steps: int) -> dict[str, int]:
-        """Return the field ``traffic`` of a measurement, summed over all ranks.
+        """Return the messages and bytes that all ranks sent in a step, as a dict.
+
+        The dict is the field ``traffic`` of a measurement.
 
         Args:
-            sent: what this rank sent through the communicators of distseg.
-            steps: the number of steps in which it sent this.
+            sent: the messages that this rank sent through the communicators of distseg.
+            steps: the number of steps in which it sent them.
         """
         own = {name: number // steps for name, number in asdict(sent).items()}
         if self.engine.reducer.name in ("horovod", "nccl"):  # which have connections of their own
@@ -87,21 +95,21 @@ class RunningStep:
 
 
 def mean_parts(times: Sequence[dict[str, float]], seconds: float) -> dict[str, float]:
-    """Return the mean seconds of a rank by what it did in a step.
+    """Return the mean seconds that a rank spent on each kind of work in a step.
 
     Args:
-        times: for each rank its seconds by what it did.
-        seconds: the duration of the step. ``other`` is what the parts leave of it.
+        times: for each rank, its seconds by kind of work, such as ``forward``.
+        seconds: the duration of the step. The time that no kind covers is returned as ``other``.
     """
     parts = {kind: sum(one.get(kind, 0.0) for one in times) / len(times) for kind in KINDS}
     return {**parts, "other": max(0.0, seconds - sum(parts.values()))}
 
 
 def busiest_rank(times: Sequence[dict[str, float]], hosts: Sequence[str]) -> dict[str, Any]:
-    """Return the rank that computed longest, its host and its seconds beside the mean of all ranks.
+    """Return the rank that computed longest, its host, its seconds and the mean of all ranks.
 
     Args:
-        times: for each rank its seconds by what it did.
+        times: for each rank, its seconds by kind of work.
         hosts: the host of each rank.
     """
     computing = [sum(one.get(kind, 0.0) for kind in COMPUTING) for one in times]

@@ -13,7 +13,7 @@ from distseg.cli.bench.results import Measurement, Result
 
 @dataclass(frozen=True)
 class Study:
-    """Results of one study.
+    """Results that belong together, such as those of jobs with different numbers of ranks.
 
     Attributes:
         results: the results, by increasing number of ranks.
@@ -23,17 +23,17 @@ class Study:
 
     @property
     def whole(self) -> Result:
-        """Result of the largest job, with the measurements of all jobs."""
+        """Copy of the result of the largest job, which has the measurements of all jobs."""
         every = [one for result in self.results for one in result.measurements]
         return replace(self.results[-1], measurements=every)
 
 
 def studies_of(results: Sequence[Result]) -> list[Study]:
-    """Return the studies of some results.
+    """Sort results into studies, which are results that belong together.
 
     Results belong to one study if they measure the same on the same kind of machine, and no case is
     in two of them. So jobs that measure one number of ranks each (``--ranks job``) are one study,
-    and repetitions of a measurement are several.
+    and repetitions of a measurement are several studies.
 
     Args:
         results: the results.
@@ -55,7 +55,10 @@ def _names(measurements: Sequence[Measurement]) -> set[str]:
 
 
 def _key(result: Result) -> Hashable:
-    """Return what must be equal in all results of a study."""
+    """Return a key that is equal for results which may belong to one study.
+
+    It has the settings, the network, the work and the hardware and software.
+    """
     machine, first = result.environment, result.measurements[0]
     # In weak scaling, the work of a rank is equal, in all other kinds the image.
     work = first.pixels / first.ranks if result.kind == "weak" else first.image

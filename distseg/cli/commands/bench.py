@@ -46,7 +46,7 @@ def _complete() -> None:
 
 
 def _help(kinds: Mapping[str, str]) -> int:
-    """Print what ``distseg bench`` can do, and return the exit status."""
+    """Print the help of ``distseg bench`` with all kinds of measurement; return the exit status."""
     lines = [f"  {name:10}{text}" for name, text in kinds.items()]
     print(
         "usage: distseg bench KIND [CONFIG.yaml] [--section.field VALUE ...]\n"

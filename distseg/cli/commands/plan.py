@@ -136,9 +136,9 @@ def _write_config(settings: Mapping[str, Any], path: str | None, output: str) ->
     """Write a config file with these settings; keep the comments and the order of another file.
 
     Args:
-        settings: all values that are not the defaults, by the name of the setting.
-        path: the file whose comments and order are kept; None for a file of the settings that are
-            not their defaults.
+        settings: the values of all settings that differ from their defaults, by name.
+        path: the file whose comments and order are kept; None to write a new file with
+            ``settings`` only.
         output: the file to write, which may be ``path``.
 
     Raises:

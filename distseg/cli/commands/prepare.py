@@ -197,7 +197,7 @@ def _check_source(parser, parsed) -> None:
     """
 
     def given(flags: Iterable[str]) -> Iterable[str]:
-        """Return the flags whose values are not the defaults."""
+        """Return those of some flags that the user has set to a value other than the default."""
         return (flag for flag in flags if parsed[flag] != parser.get_default(flag))
 
     if parsed.source in _EXAMPLES:

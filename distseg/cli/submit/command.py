@@ -221,7 +221,8 @@ class _Request:
     def _job(self, flags: tuple[str, ...]) -> Job:
         """Return the job of one training with the mesh of the config.
 
-        Its ``nodes`` are one node of the site; how many nodes the mesh needs is computed later.
+        The result's ``nodes`` are one node of the site. The number of nodes that the mesh needs is
+        computed later.
 
         Args:
             flags: the flags of the settings that differ from the config file, as names and values
@@ -284,8 +285,8 @@ def _check_entry(job: Job, entry: tuple[str, ...], shape: MeshShape) -> None:
 
     Args:
         job: the job.
-        entry: the flags of this training.
-        shape: the mesh of this training.
+        entry: the flags of the training, which differ from those of other trainings.
+        shape: the mesh of the training.
     """
     if shape.size != job.shape.size:
         raise ValueError(
@@ -345,7 +346,7 @@ def _without(flags: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
 
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
-    """Return the flags of some settings, as names and values in turn.
+    """Return the flags that set some settings, as a list of alternating names and values.
 
     An example is ``["--optim.lr", "0.01"]`` for the settings ``{"optim.lr": 0.01}``.
     """
@@ -353,7 +354,7 @@ def _flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _text(value) -> str:
-    """Return a field's value as it is written in a flag."""
+    """Return the value of a setting as text for a flag."""
     if value is None or isinstance(value, (bool, list)):
         return json.dumps(value)
     return str(value)
@@ -420,10 +421,10 @@ def hand_in(job: Job) -> Iterator[str]:
 
 
 def _number(system: System, command: list[str], script: str) -> str:
-    """Submit a script to the batch system, and return the number of the job.
+    """Submit a script to the batch system by ``command``, and return the number of the job.
 
     Raises:
-        ValueError: the command for it is not installed, or it did not accept the script.
+        ValueError: the batch system's command is not installed, or it refused the script.
     """
     try:
         with open(script if system.by_stdin else "/dev/null") as given:

@@ -40,7 +40,9 @@ class Nodes:
 def node_of(
     site: Site, processes: int | None = None, gpus: int | None = None, cores: int | None = None
 ) -> Nodes:
-    """Return one node of a site; the arguments replace the site's numbers if they are not None.
+    """Return the description of one node of a site.
+
+    Arguments other than None replace the numbers of the site.
 
     Args:
         site: the site.
@@ -108,7 +110,7 @@ def nodes_for(shape: MeshShape, node: Nodes, count: int | None = None) -> Nodes:
 
 
 def _repairs(size: int, nodes: Nodes) -> list[str]:
-    """Return the settings that would make a mesh of ``size`` ranks fit the nodes, as text."""
+    """Return texts that name settings with which a mesh of ``size`` ranks would fit the nodes."""
     more_nodes = [f"--nodes {size // nodes.processes}"] if size % nodes.processes == 0 else []
     each = size // nodes.count
     other_processes = (
@@ -176,8 +178,8 @@ def warning_of(seconds: int, asked: int | None) -> int:
 
     Args:
         seconds: the time limit of the job.
-        asked: the value of ``--warn``. If it is None, the result is 300 s, but at most a quarter of
-            the time limit.
+        asked: the value of the flag ``--warn``. If it is None, the result is 300 s, but at most a
+            quarter of the time limit.
 
     Raises:
         ValueError: the warning would come in the first half of the job.

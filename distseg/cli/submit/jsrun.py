@@ -44,7 +44,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class ResourceSets:
-    """Options of a jsrun command about resource sets, with jsrun's defaults.
+    """Options of a jsrun command that concern resource sets, with jsrun's defaults.
 
     The attributes have the names of jsrun's long options. If ``nrs`` or ``rs_per_host`` is None,
     jsrun makes as many sets as fit. If both ``tasks_per_rs`` and ``np`` are None, a set has one
@@ -111,7 +111,7 @@ def _option(word: str, words) -> tuple[str | None, str | None]:
 
 
 def _value(name: str, text: str | None) -> int | str:
-    """Return the value of an option: an int, or a text if the option takes one."""
+    """Return the value of an option: an int, or a text if the option takes a text."""
     if text is None:
         raise ValueError(f"jsrun --{name} has no value: give a value, or leave the option out")
     if name in _FORMS:
@@ -129,7 +129,7 @@ def _value(name: str, text: str | None) -> int | str:
 def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceSets:
     """Check a jsrun command against the nodes of a job and the size of its mesh.
 
-    It returns the resource sets that the command asks for.
+    Return the resource sets that the command asks for.
 
     Args:
         line: the jsrun command.

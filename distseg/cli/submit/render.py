@@ -31,7 +31,7 @@ _AGAIN = {"pbs": '-v ENTRY="$ENTRY" ', "flux": '--env=ENTRY="$ENTRY" '}
 
 
 def render(job: Job) -> str:
-    """Return the job's script.
+    """Return the script of a job, made from the template of the batch system.
 
     Raises:
         ValueError: the launcher's line has an unknown word in braces, or breaks jsrun's rules; or a
@@ -95,7 +95,7 @@ def _lines(line: str, words: dict[str, object]) -> list[str]:
 
 
 def launch_line(job: Job) -> str:
-    """Return the script's line that starts the processes; check a jsrun line by jsrun's rules.
+    """Return the line of the script that starts the processes; a line for jsrun is checked.
 
     Raises:
         ValueError: the line has an unknown word in braces, or breaks jsrun's rules.
@@ -125,7 +125,7 @@ def launch_line(job: Job) -> str:
 
 
 def _words(job: Job) -> dict[str, object]:
-    """Return the values of the template's placeholders by name; None leaves their lines out."""
+    """Return the values of the template's placeholders by name; a value None removes its line."""
     nodes, last = job.nodes, len(job.entries) - 1
     many = bool(job.entries)
     log = _LOGS[job.system.name][many]

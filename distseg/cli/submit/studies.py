@@ -61,7 +61,7 @@ def _axis(text: str, kind: type) -> tuple[str, list[str]]:
     """Return the setting and the values of one part of a sweep, such as ``optim.lr=1e-3,3e-4``.
 
     Raises:
-        ValueError: it is no setting, has an empty value, or has a value twice.
+        ValueError: the name is not a setting, or a value is empty or given twice.
     """
     key, given, rest = text.partition("=")
     # Commas inside a list [a, b] do not separate values.
@@ -84,7 +84,7 @@ def _axis(text: str, kind: type) -> tuple[str, list[str]]:
 
 
 def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
-    """Return a mesh with ``size`` ranks; only one axis has another size than in ``shape``.
+    """Return a mesh with ``size`` ranks, which differs from ``shape`` in the size of one axis.
 
     Args:
         shape: the mesh.

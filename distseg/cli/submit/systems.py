@@ -15,14 +15,14 @@ def _clock(seconds: int) -> str:
 
 
 def _minutes(seconds: int) -> str:
-    """Return a number of seconds as hours and minutes, such as ``2:30``, rounded up for LSF."""
+    """Return a number of seconds as hours and minutes for LSF, such as ``2:30``, rounded up."""
     minutes = -(-seconds // 60)
     return f"{minutes // 60}:{minutes % 60:02d}"
 
 
 @dataclass(frozen=True)
 class System:
-    """Description of a batch system."""
+    """Description of a batch system, such as Slurm: its commands and the form of its options."""
 
     name: str
     """slurm, lsf, pbs or flux."""
@@ -66,7 +66,7 @@ class System:
         return [[*self.submit, *array, *([] if self.by_stdin else [script])] for array in arrays]
 
     def number(self, answer: str) -> str | None:
-        """Return the job's number in the output of the submitting command; None if it has none.
+        """Return the job's number from the output of the command that submits it, or None.
 
         Args:
             answer: the output, such as ``Submitted batch job 123``.
@@ -144,7 +144,7 @@ def system_of(name: str) -> System:
 
 
 def seconds_of(text: str) -> int:
-    """Return a time such as ``02:30:00`` or ``1-12:00:00`` (days first) in seconds.
+    """Return the seconds of a time such as ``02:30:00``, or ``1-12:00:00`` with days first.
 
     Raises:
         ValueError: the text has another form, or the time is 0.

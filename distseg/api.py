@@ -98,7 +98,7 @@ def init_mesh(
             DeviceMesh must be named samples, tiles (or tiles_0, tiles_1, ...) and stages, in this
             order; a dim that is not needed is left out. By default the mesh has all ranks of the
             job.
-        device: cpu, cuda, or auto. auto takes a GPU if there is one, else the CPU.
+        device: cpu, cuda, or auto, which is a GPU if there is one, else the CPU.
         threads: CPU threads of a rank; by default the node's cores shared among its ranks. A
             process that was started alone keeps PyTorch's number.
         timeout: seconds that a rank waits until all ranks have made this call; 0 to wait for ever.
@@ -140,9 +140,10 @@ def init_mesh(
 
 
 def _guardian(comm, timeout: float) -> AbstractContextManager:
-    """Return a context in which a guardian watches that all ranks of the job call init_mesh.
+    """Return a context in which a guardian process checks that all ranks call ``init_mesh``.
 
-    The context does nothing if ``comm`` has only some ranks of the job, or the process is alone.
+    The guardian ends the job if a rank does not call it in time. The context does nothing if
+    ``comm`` has only some ranks of the job, or if the job has only one process.
 
     Args:
         comm, timeout: the arguments of :func:`init_mesh`.
@@ -293,7 +294,7 @@ def distribute(
 
 
 def _axes_of(mesh: DeviceMesh) -> tuple[int, tuple[int, ...], int]:
-    """Return the number of sample groups, the grid of tiles and the number of stages of a mesh.
+    """Return (number of sample groups, grid of tiles, number of stages) of a DeviceMesh.
 
     Args:
         mesh: a DeviceMesh of torch.distributed with dims named as in :func:`init_mesh`.
@@ -345,13 +346,15 @@ def _ranks_of(mesh: DeviceMesh):
 
 
 def _check_choice(name: str, value: object, section: type, but: str | None = None) -> None:
-    """Refuse a value that the setting of an option of :func:`distribute` does not allow.
+    """Refuse a value of an option of :func:`distribute` that is not among the allowed values.
+
+    The option has the values of a setting of the config.
 
     Args:
-        name: the name of the option and of its setting.
+        name: the name of the option and of the setting.
         value: the value of the option.
-        section: the section of the config that has the setting.
-        but: a value of the setting that the option does not have.
+        section: the class of the config's section that has the setting.
+        but: a value of the setting that is not allowed for the option.
 
     Raises:
         ValueError: the message names the option, its value and the allowed values.
@@ -376,11 +379,10 @@ def _check_counts(**options: object) -> None:
 def _check_module(module: nn.Module) -> None:
     """Refuse an object that is no module, and batch norms and dropouts that the user froze.
 
-    Such a layer is in evaluation mode, although the module is in training mode. Training calls
-    ``module.train()``, which would set the layer back to training mode. A layer that stays in
-    evaluation mode, because the module's own ``train()`` keeps it there, is accepted. The check
-    itself calls ``module.train()``. If the module is in evaluation mode, its layers are not
-    checked.
+    A frozen layer is in evaluation mode, although the module is in training mode. Training calls
+    ``module.train()``, which would set the layer back to training mode. A layer is accepted if it
+    stays in evaluation mode because the module's own ``train()`` keeps it there. The check itself
+    calls ``module.train()``. If the module is in evaluation mode, its layers are not checked.
 
     Raises:
         ValueError: ``module`` is not a module, or the message names the layer and says how to keep
@@ -407,7 +409,7 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _filled(axes: list[int], ranks: int) -> list[int]:
-    """Return the sizes of a mesh's axes; a size of -1 becomes the largest that the ranks allow.
+    """Return the sizes of a mesh's axes, with -1 replaced by the largest size that the ranks allow.
 
     Args:
         axes: number of sample groups, number of tiles along each dim, number of stages.

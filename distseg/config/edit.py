@@ -25,8 +25,8 @@ from distseg.config.sizes import Size
 def with_settings(text: str, settings: Mapping[str, Any]) -> str:
     """Return the text of a YAML config with other values of some settings.
 
-    The caller must read the new text and check that it has these settings: text with anchors or in
-    braces may have others.
+    The caller must read the new text and check that it has these settings. A text with YAML anchors
+    or braces may have other settings than expected.
 
     Args:
         text: the text of a valid config; it may be empty.
@@ -45,7 +45,7 @@ def with_settings(text: str, settings: Mapping[str, Any]) -> str:
 
 
 def _with_setting(text: str, section: str, field: str, value: str) -> str:
-    """Return the text of a config with another value of one setting, or with the new setting."""
+    """Return the text of a config in which one setting has another value, or is added."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     content = _entry(root, section)
     if content is None:
@@ -67,7 +67,7 @@ def _with_setting(text: str, section: str, field: str, value: str) -> str:
 
 
 def _entry(node: yaml.Node | None, key: str) -> yaml.Node | None:
-    """Return the value of a key of a mapping, or None if there is none."""
+    """Return the value of a key in a YAML mapping; None if the key or the mapping is missing."""
     entries = node.value if isinstance(node, yaml.MappingNode) else []
     return next((value for name, value in entries if name.value == key), None)
 
@@ -85,7 +85,7 @@ def _end(node: yaml.Node) -> int:
 
 
 def _as_text(value: Any) -> str:
-    """Return a value as it is written in a config, on one line."""
+    """Return a value as YAML text on one line, for a config."""
     if isinstance(value, Size):
         return str(value)
     plain = list(value) if isinstance(value, tuple) else value

@@ -76,10 +76,10 @@ def is_mapping(name: str) -> bool:
 
 
 def listed(name: str, value: str) -> str:
-    """Put brackets around a list of names that the user wrote without them.
+    """Return the value of a flag, with brackets added if it is a list of names without brackets.
 
-    So ``cog,gpkg`` is read as ``["cog", "gpkg"]``, and ``gpkg`` as ``["gpkg"]``. The value of any
-    other setting is returned as it is.
+    So ``cog,gpkg`` is read as ``["cog", "gpkg"]``, and ``gpkg`` as ``["gpkg"]``. The value of a
+    setting that is no list of names is returned unchanged.
 
     Args:
         name: the flag without dashes, such as ``predict.formats``; it may be no setting.
@@ -123,7 +123,7 @@ def sections_in(path: str) -> set[str]:
     """Return the names of all sections of a YAML file, unknown ones included.
 
     Raises:
-        ValueError: see :func:`read_settings`.
+        ValueError: the file cannot be read, in the cases of :func:`read_settings`.
     """
     root = _root(path)
     return (
@@ -132,7 +132,10 @@ def sections_in(path: str) -> set[str]:
 
 
 def _root(path: str) -> yaml.Node | None:
-    """Return the root node of a YAML file; None if the file is empty."""
+    """Read a YAML file and return its root node, or None if the file is empty.
+
+    The file is refused if it is too large, nested too deep, or no YAML.
+    """
     text = read_text(path)
     try:
         _check_size(path, text)
@@ -190,7 +193,7 @@ def settings_of(tree: dict, place: str, kind: type = Config) -> list[Setting]:
 
 
 def _items(place: str, tree) -> list[tuple]:
-    """Return the entries of a dict; refuse anything else."""
+    """Return the entries of ``tree``, which must be a dict; refuse anything else."""
     if not isinstance(tree, dict):
         raise SettingError(
             "DS305",
@@ -305,13 +308,14 @@ def suggestion(name: str, known, kind: type = Config) -> str:
 def _fields_named(bare: str, flags: Container[str] | None, kind: type) -> list[str]:
     """Return the settings that a user may have meant by an unknown name.
 
-    They are the settings ``section.field`` whose field is the last part of the name. So ``epochs``
-    and ``model.epochs`` give ``train.epochs``. If no field is equal to it and the name has no
-    section, the most similar field is taken. The list is empty if there is none.
+    They are the settings ``section.field`` whose field is the last part of the unknown name. So
+    ``epochs`` and ``model.epochs`` give ``train.epochs``. If no field has this name, and the
+    unknown name has no section, the most similar field is taken. The list is empty if no field is
+    similar.
 
     Args:
         bare: the unknown name, without dashes.
-        flags: the flags of the command, one of which the user meant; None for a config file.
+        flags: the flags of the command, to which the result is limited; None for a config file.
         kind: the class of the config.
     """
     dashes = "" if flags is None else "--"
@@ -470,7 +474,7 @@ def _check_name(place: str, name: str, kind: type) -> None:
 
 
 def _value(node: yaml.Node, place: str, name: str) -> str:
-    """Return the value of a setting as it would be written after a flag.
+    """Return the value of a setting in a YAML file as the text that a flag would have.
 
     Args:
         node: the value in the file.
@@ -512,9 +516,9 @@ def _value(node: yaml.Node, place: str, name: str) -> str:
 
 
 def _inner(node: yaml.Node, place: str, name: str) -> str:
-    """Return a value inside a mapping as YAML, with text in quotes.
+    """Return a value inside a mapping as YAML text, in which strings have quotes.
 
-    Without quotes, text such as ``1`` or ``true`` would be read as a number or a bool.
+    Without quotes, a string such as ``1`` or ``true`` would be read as a number or a bool.
 
     Args:
         node: the value.

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 
 class SettingError(ValueError):
-    """Refusal of a setting; its text ends with the code, as in ``optim.clip must be ... (DS120)``.
+    """Error for a wrong setting; its text ends with a code: ``optim.clip must be ... (DS120)``.
 
     Attributes:
-        code: the code of the refusal, such as ``DS120``.
+        code: the code, such as ``DS120``, by which users and tests find the error.
     """
 
     def __init__(self, code: str, text: str) -> None:

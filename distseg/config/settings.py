@@ -37,7 +37,7 @@ _MOST_IMAGES = 10**6  # largest number of images of a step
 
 
 def _name(section, field: str) -> str:
-    """Return a setting's name as a user writes it, such as ``model.depth``."""
+    """Return the name of a field of a section as a user writes it, such as ``model.depth``."""
     kind = type(section).__name__.removesuffix("Config").removesuffix("Base")
     return f"{kind.lower()}.{field}"
 
@@ -80,9 +80,10 @@ def _between(section, least: float, most: float, *names: str) -> None:
 
 
 def _range(section, least: float, most: float, name: str) -> None:
-    """Refuse the field ``name`` of a section unless it is a range of two numbers within limits.
+    """Refuse the field ``name`` of a section unless it is a range from ``least`` to ``most``.
 
-    A range is a list of its least and its largest number. A field that is None is accepted.
+    A range is a list of two numbers, its smallest and its largest one. Both must lie within the
+    limits. A field that is None is accepted.
     """
     value = getattr(section, name)
     if value is None:
@@ -98,9 +99,9 @@ def _range(section, least: float, most: float, name: str) -> None:
 
 
 def _path(section, *names: str) -> None:
-    """Refuse text that cannot be a path in the fields ``names`` of a section.
+    """Refuse fields of a section that should be paths, but have text that cannot be a path.
 
-    A field that is None is accepted.
+    ``names`` are the fields. A field that is None is accepted.
     """
     for name in names:
         value = getattr(section, name)
@@ -553,7 +554,10 @@ class DataBase:
         )
 
     def _check_focus(self):
-        """Refuse impossible weights, two settings for one purpose, and a share without a class."""
+        """Refuse contradictions between ``focus_class``, ``focus_weights`` and ``focus_share``.
+
+        Also refuse class weights that are not above 0.
+        """
         weights = self.focus_weights
         if isinstance(weights, dict) and not (
             weights and all(0 < weight < math.inf for weight in weights.values())
@@ -578,7 +582,10 @@ class DataBase:
         )
 
     def _check_augmentation(self):
-        """Refuse ranges outside their limits, and settings that no range uses."""
+        """Refuse augmentation ranges outside their limits, and settings without effect.
+
+        ``augment_share``, for example, has no effect if no range is set.
+        """
         for name, (least, most) in AUGMENTATION_LIMITS.items():
             _range(self, least, most, name)
         _between(self, 0, 1, "augment_share")
@@ -926,7 +933,7 @@ class StreamingConfig:
 
     @property
     def chosen(self) -> str:
-        """The setting that turns streaming on, as text such as ``streaming.memory is 4GB``.
+        """Text such as ``streaming.memory is 4GB``: the setting that turns streaming on.
 
         Error messages use the text. Read it only if :attr:`active` is True.
         """
@@ -989,9 +996,9 @@ class ApproximateConfig(ApproximateBase):
 
     @property
     def chosen(self) -> str | None:
-        """The setting that treats each window as a whole image, with its value, for messages.
+        """Text such as ``approximate.halo is 8``: the setting that treats windows as whole images.
 
-        An example is ``approximate.halo is 8``. It is ``halo``, else ``norms``; None if neither is
+        The setting is ``halo`` or, if that is not set, ``norms``. The value is None if neither is
         set.
         """
         if self.halo is not None:
@@ -1024,7 +1031,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """Settings of the exchange that cuts images into tiles and passes halos between layers.
+    """Settings that say how images are cut into tiles and when tiles exchange halos.
 
     Attributes:
         grid: number of ranks along each dim that share an image.
@@ -1094,9 +1101,9 @@ class ConfigBase:
         }
 
     def changes_to(self, other: _Kind) -> dict[str, Any]:
-        """Return the settings of ``other`` that differ from these, as values by name.
+        """Return the values in ``other`` of all settings that differ between the two, by name.
 
-        The result is such as ``{"optim.lr": 0.01}``, and empty if the settings are equal.
+        An example is ``{"optim.lr": 0.01}``. The dict is empty if all settings are equal.
         """
         settings = [
             f"{section.name}.{value.name}"
@@ -1195,7 +1202,7 @@ class Config(ConfigBase):
 
     @property
     def norm_images(self) -> int:
-        """Number of images over which a batch norm takes its statistics."""
+        """Number of images from which a batch norm computes its statistics."""
         groups = self.mesh.samples if self.spatial.norm_scope == "step" else 1
         return self.data.images * groups
 
@@ -1207,17 +1214,17 @@ class Config(ConfigBase):
 
     @property
     def owned(self) -> Size:
-        """Grid of tiles of an image that a rank owns; one tile if the rank streams its part."""
+        """Grid of tiles of an image that a rank owns; a single tile if the rank streams tiles."""
         if self.streaming.active:
             return Size((1,) * len(self.mesh.tiles))
         return self.spatial.tiles_per_rank
 
     @property
     def exchange(self) -> ExchangeSettings | None:
-        """The settings of the halo exchange; None if layers compute whole windows without one.
+        """Settings of the halo exchange; None if layers compute whole windows without an exchange.
 
-        It is None if two conditions hold. First, the settings ask neither for halo exchanges nor
-        for streamed tiles. Second, the image is one window, or windows count as separate images
+        The value is None if two conditions hold. First, the settings ask neither for halo exchanges
+        nor for streamed tiles. Second, the image is one window, or windows count as separate images
         (``approximate``), or the stages are on the devices of one rank.
         """
         found = ExchangeSettings(
@@ -1234,7 +1241,7 @@ class Config(ConfigBase):
 
     @property
     def step(self) -> StepSettings:
-        """The settings of an optimizer step that the serial program takes."""
+        """Settings of an optimizer step that the serial program needs."""
         return StepSettings(
             self.loss,
             self.optim,

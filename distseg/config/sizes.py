@@ -9,7 +9,10 @@ from distseg.config.refusal import SettingError
 
 
 class Size(tuple):
-    """One int per spatial dim, slowest first (depth, height, width). ``str`` gives ``97x131``."""
+    """Tuple with one int per spatial dim, in the order depth, height, width.
+
+    It is the size of an image or of a grid. As text it is ``97x131``.
+    """
 
     def __new__(cls, values) -> Size:
         if isinstance(values, int):
@@ -50,7 +53,7 @@ class Size(tuple):
 
     @property
     def volume(self) -> int:
-        """The product of all dims: the pixels of an image, or the tiles of a grid."""
+        """Product of all dims: the number of pixels of an image, or of tiles of a grid."""
         return math.prod(self)
 
 

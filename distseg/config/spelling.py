@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 
 def closest(word: str, known: Iterable[str], least: float = 0.6) -> str | None:
-    """Return the name that is most similar to a word, whatever its case; None if none is similar.
+    """Return the name that is most similar to a misspelt word, or None if no name is similar.
+
+    Upper and lower case count as equal.
 
     Args:
         word: the word that the user wrote.

@@ -24,6 +24,9 @@ def duration(seconds: float) -> str:
 
 
 def many(count: int, what: str) -> str:
-    """Return a number of things as text, such as ``1 rank`` and ``1,024 micro-batches``."""
+    """Return a count and a noun as text, such as ``1 rank`` or ``1,024 micro-batches``.
+
+    ``what`` is the noun in the singular.
+    """
     ending = "" if count == 1 else "es" if what.endswith("tch") else "s"
     return f"{count:,} {what}{ending}"

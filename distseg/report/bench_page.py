@@ -39,7 +39,7 @@ class StudyPart:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPage(Page):
-    """Content of the page.
+    """Content of the page about measurements of ``distseg bench``.
 
     Attributes:
         studies: the kinds of measurement.
@@ -49,5 +49,5 @@ class BenchPage(Page):
 
 
 def bench_page(page: BenchPage) -> str:
-    """Return the page as HTML text."""
+    """Return the page about measurements as HTML text."""
     return rendered("bench.html", page)

@@ -43,10 +43,10 @@ class Line:
 
 
 def condensed(name: str, x: np.ndarray, y: np.ndarray, style: int = 0) -> Line:
-    """Return a line of at most 300 points, with a band from the smallest to the largest value.
+    """Return a line of at most 300 points, each of which is the mean of consecutive values.
 
-    Each point is the mean of consecutive values. Few values are returned as they are, without a
-    band. Values that are not finite are left out.
+    A band around the line shows the smallest and the largest of these values. If there are only a
+    few values, each becomes a point, and there is no band. Values that are not finite are left out.
     """
     x, y = x[np.isfinite(y)], y[np.isfinite(y)]
     if len(y) <= _BINS:
@@ -92,7 +92,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 class _Scale:
-    """Map from values to pixels of the chart.
+    """Conversion of the values of lines to pixel positions in a chart.
 
     Args:
         lines: the lines that must fit.
@@ -153,7 +153,7 @@ def _axes(scale: _Scale, x_label: str) -> Iterator[str]:
 
 
 def _drawn(line: Line, scale: _Scale) -> Iterator[str]:
-    """Yield the elements of a line: its band, its path and its symbols."""
+    """Yield the SVG elements of a line: its band, its path and its symbols."""
     style = f"s{line.style % 8}"
     if line.low is not None and line.high is not None:
         upper = [f"{scale.x(x)} {scale.y(y)}" for x, y in zip(line.x, line.high)]
@@ -174,7 +174,10 @@ def _drawn(line: Line, scale: _Scale) -> Iterator[str]:
 
 
 def symbol(style: int, x: float, y: float) -> str:
-    """Return the symbol of a line's points, centred at (x, y), as an SVG element."""
+    """Return a symbol that marks a point of a line, centred at (x, y), as an SVG element.
+
+    ``style`` is the number of the symbol.
+    """
     kind = _SYMBOLS[style % len(_SYMBOLS)]
     if kind == "circle":
         return f'<circle cx="{x}" cy="{y}" r="3"/>'

@@ -10,14 +10,17 @@ from distseg.config.units import duration, many
 
 
 def closing_of_preparation(store: str) -> str:
-    """Return the closing line of ``distseg prepare``, the command that writes a first config."""
+    """Return the last line that ``distseg prepare`` prints: the command to type next.
+
+    The command writes a first config for the store.
+    """
     return f"next: distseg init {shlex.quote(store)}"
 
 
 def closing_of_training(
     run: str, epochs: int, steps: int, seconds: float, best: Mapping | None, splits: Sequence[str]
 ) -> list[str]:
-    """Return the closing lines of ``distseg train``.
+    """Return the last lines that ``distseg train`` prints: the result and the next command.
 
     Args:
         run: the folder of the run, ``train.output``.
@@ -61,7 +64,7 @@ def closing_of_early_stop(best: int, last: int, scores: Mapping | None) -> str:
 def closing_of_evaluation(
     run: str, scores: Mapping, beside: Mapping | None, output: str | None
 ) -> list[str]:
-    """Return the closing lines of ``distseg evaluate``.
+    """Return the last lines that ``distseg evaluate`` prints: scores, file and next command.
 
     Args:
         run: the folder of the run.
@@ -78,7 +81,7 @@ def closing_of_evaluation(
 
 
 def closing_of_prediction(folder: str, maps: Sequence[Path], store: str | None) -> list[str]:
-    """Return the closing lines of ``distseg predict`` for a network that predicts class maps.
+    """Return the last lines that ``distseg predict`` prints for a network that predicts class maps.
 
     Args:
         folder: the folder with the results.
@@ -135,9 +138,10 @@ def notes_on_places(
 
 
 def best_score(scores: Mapping) -> str:
-    """Return RMSE, mean IoU or accuracy as text, the first that exists: "mean IoU 0.512".
+    """Return the main score of a validation as text, such as "mean IoU 0.512".
 
-    Return "score unknown" if there is none of them. ``scores`` are the scores by name.
+    It is RMSE, mean IoU or accuracy, the first of them that is in ``scores`` (values by name).
+    Return "score unknown" if none of them is.
     """
     for name, words in (("rmse", "RMSE"), ("mean_iou", "mean IoU"), ("accuracy", "accuracy")):
         if scores.get(name) is not None:

@@ -10,10 +10,11 @@ _GAP = 2  # pixels between two cuts
 
 
 def middle_of_interest(labels: np.ndarray) -> tuple[int, ...]:
-    """Return the voxel (z, y, x) through which to cut: the middle of what is not background.
+    """Return the voxel (z, y, x) in the middle of all voxels that are not background.
 
-    Background is the most frequent class. Along each dim the middle is the median position of all
-    voxels of other classes. If there are no such voxels, it is the middle of the volume.
+    Pictures cut the volume through this voxel. Background is the most frequent class. The middle
+    is the median position of all other voxels along each dim. If there are none, it is the middle
+    of the volume.
 
     Args:
         labels: (z, y, x) class numbers below 256.

@@ -86,7 +86,7 @@ def require_disk_space(path: Path, needed: int, what: str) -> None:
 
 @contextmanager
 def disk_full_errors(path: Path, written: Path | None = None, needed: int = 0) -> Iterator[None]:
-    """Convert any error in the block that means a full disk into :class:`DiskFull`.
+    """Raise :class:`DiskFull` instead of any error in the block that means a full disk.
 
     Args:
         path: the file that the message names.
@@ -130,7 +130,9 @@ def check_replaceable(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield the name of a temporary file; rename it to ``path`` if the block ends without an error.
+    """Yield a path for a temporary file, and rename the file to ``path`` at the end of the block.
+
+    If the block ends with an error, remove the temporary file instead.
 
     The block must write to the temporary file, which lies in the folder of ``path``. Its name is
     random and new, so it cannot be a planted link. The final file has the permissions that the
@@ -162,10 +164,10 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder; rename it to ``path`` if the block ends without an error.
+    """Yield a temporary folder, and rename it to ``path`` if the block ends without an error.
 
     An existing folder ``path`` is replaced: it is renamed first, and removed at the end. So
-    ``path`` is always a complete folder, or for a moment none.
+    ``path`` is always a complete folder, or for a moment it does not exist.
 
     Raises:
         DiskFull: the disk is full; the temporary folder is removed, and an existing ``path`` is
@@ -220,7 +222,7 @@ def opened_plain(path: Path, flags: int = os.O_RDWR) -> int:
 
 
 def locked(path: Path, what: Path) -> IO:
-    """Return the open lock file ``path``; its lock lasts until the file is closed.
+    """Lock the file ``path`` against other processes, and return it open; closing it unlocks it.
 
     On file systems without locks the file is returned unlocked.
 
@@ -268,7 +270,10 @@ def _begun(path: Path) -> tuple[Path, int]:
 
 
 def _temporary(path: Path) -> Path:
-    """Return a new, random name in the folder of ``path``, which :func:`_is_stale` knows."""
+    """Return a new path with a random name, in the folder of ``path``.
+
+    :func:`_is_stale` recognises such names.
+    """
     name = path.name
     if len(os.fsencode(name)) >= 200:  # the temporary name must stay below 255 bytes
         name = f"{zlib.crc32(os.fsencode(name)):08x}{path.suffix}"
@@ -324,9 +329,9 @@ def _is_alive(process: int) -> bool:
 
 
 def _full(error: Exception) -> int | None:
-    """Return the errno if ``error`` means a full disk, else None.
+    """Return the errno of ``error`` if it means a full disk, else None.
 
-    Libraries may hide the errno in the text of another exception.
+    The errno is also searched for in the text, because libraries may raise another exception.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno if error.errno in _FULL else None

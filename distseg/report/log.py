@@ -40,10 +40,13 @@ _NAMES = (FILE, EVENTS, *TABLES.values())  # of a run
 
 
 class SilentLog:
-    """Log that writes nothing, for ranks that do not write. It defines the interface of a log."""
+    """Log that writes nothing, for ranks that do not write.
+
+    Its methods are the interface of a log.
+    """
 
     def write(self, kind: str, step: int, epoch: int, **fields: Any) -> None:
-        """Append one line.
+        """Append one line to the log.
 
         Args:
             kind: ``start``, ``step``, ``validation`` or ``end``.
@@ -189,9 +192,9 @@ def _parse(line: str | bytes) -> dict | None:
 
 
 def _truncate(path: Path, step: int, revalidates: bool) -> None:
-    """Remove the lines of later steps than ``step`` from a log, and damaged lines.
+    """Remove damaged lines, and lines of steps later than ``step``, from a log.
 
-    The new file replaces the old file atomically, so a kill leaves one of the two.
+    The new file replaces the old file atomically: if the process is killed, one of the two exists.
 
     Args:
         path: the log.
@@ -215,7 +218,7 @@ def _truncate(path: Path, step: int, revalidates: bool) -> None:
 
 
 def _keep_damaged(path: Path, lines: list[int]) -> None:
-    """Copy a damaged log to a free name ``log.N.jsonl``, and print a warning with that name.
+    """Copy a damaged log to a new file ``log.N.jsonl``, and print a warning with the new name.
 
     The run then continues its log without the damaged lines.
 
@@ -250,7 +253,10 @@ def _tell_gaps(path: Path, step: int, there: set[int]) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename the log, tables and event files of an earlier run to names with a free number."""
+    """Rename the log, tables and event files of an earlier run to new names.
+
+    The new names have a number, such as ``log.1.jsonl``.
+    """
     if not (folder / FILE).exists():
         return
     number = _free(folder)
@@ -260,14 +266,14 @@ def _set_aside(folder: Path) -> None:
 
 
 def _free(folder: Path) -> int:
-    """Return the first number N from 1 for which no file such as ``log.N.jsonl`` exists."""
+    """Return the smallest number N, from 1, for which no file such as ``log.N.jsonl`` exists."""
     return next(
         n for n in count(1) if not any(_numbered(folder / name, n).exists() for name in _NAMES)
     )
 
 
 def _numbered(path: Path, number: int) -> Path:
-    """Return the name with a number, ``log.2.jsonl`` or ``tensorboard.2``."""
+    """Return a path whose name has a number: ``log.2.jsonl`` for ``log.jsonl`` and 2."""
     return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
@@ -288,7 +294,7 @@ def plain(value: Any) -> Any:
 
 
 def _numbers(fields: dict) -> dict[str, float]:
-    """Return the numbers in nested dicts by name, as ``{"iou/lake": 0.7}``."""
+    """Return the numbers in nested dicts as one dict, such as ``{"iou/lake": 0.7}``."""
     return {
         name: value
         for name, value in named_values(fields, "/")

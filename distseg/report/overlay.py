@@ -87,7 +87,7 @@ def plot_overlay(
 def iou_per_class(
     truth: np.ndarray, prediction: np.ndarray, number: int, ignore: int = 255
 ) -> list[float]:
-    """Return the intersection over union of each class over the labelled pixels.
+    """Return the intersection over union (IoU) of each class, computed over the labelled pixels.
 
     The value is NaN for a class that neither ``truth`` nor ``prediction`` contains.
 
@@ -107,7 +107,7 @@ def iou_per_class(
 def iou_text(
     truth: np.ndarray, prediction: np.ndarray, classes: Sequence[str], ignore: int = 255
 ) -> str:
-    """Return the scores as text: ``IoU:  ocean 0.996 · land 0.981 · lake 0.742 · mean 0.906``.
+    """Return the IoU of each class as text: ``IoU:  ocean 0.996 · land 0.981 · mean 0.988``.
 
     ``classes`` are the names of the classes. The other arguments are those of
     :func:`iou_per_class`. A class that neither labels nor prediction contain is shown as absent,
@@ -144,11 +144,11 @@ def _error_panel(
 
 
 def errors_over_grey(image: np.ndarray, wrong: np.ndarray) -> np.ndarray:
-    """Return an image in pale grey, (H, W, 3) uint8, with its wrong pixels in the colour of errors.
+    """Return an image in pale grey, (H, W, 3) uint8, with wrong pixels in the colour of errors.
 
     Args:
         image: (H, W, 3) uint8.
-        wrong: (H, W) bool.
+        wrong: (H, W) bool, True for the pixels with a wrong predicted class.
     """
     grey = (175 + 0.3 * image.mean(-1, keepdims=True)).repeat(3, -1)
     return np.where(wrong[..., None], _rgb(ERROR), grey).astype(np.uint8)
@@ -245,7 +245,7 @@ def _rgb(color: str) -> np.ndarray:
 
 
 def _labels(labels: np.ndarray, ignore: int, number: int) -> np.ndarray:
-    """Return ``labels`` with ``ignore`` replaced by ``number``, an additional last class."""
+    """Return ``labels`` with the label ``ignore`` replaced by ``number``, an additional class."""
     return np.where(labels == ignore, number, labels)
 
 
@@ -256,7 +256,7 @@ def _check(
     classes: Sequence[str],
     ignore: int,
 ) -> None:
-    """Refuse an image or labels of other types, sizes or values than :func:`plot_overlay` takes."""
+    """Refuse an image or labels whose dtype, size or values :func:`plot_overlay` cannot draw."""
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
         raise ValueError(
             f"the image is {image.dtype} of shape {image.shape}, but must be uint8 (H, W, 3): "

@@ -20,7 +20,7 @@ from distseg.report.chart import symbol
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its title and legend.
+    """Line chart of a page, with its title and legend.
 
     Attributes:
         title: the title.
@@ -35,7 +35,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture of an image: its pixels, labels, prediction or errors.
+    """Picture on a page, such as an image, its labels, its prediction or its errors.
 
     Attributes:
         title: the title.
@@ -50,7 +50,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of one image.
+    """Group of pictures of one image: the image, its labels, its prediction and its errors.
 
     Attributes:
         name: the name of the image.
@@ -65,7 +65,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The evaluation of one split.
+    """Part of a page about the evaluation of one split, such as ``test``.
 
     Attributes:
         split: the split.
@@ -102,9 +102,9 @@ class Page:
     Attributes:
         name: the title.
         summary: a sentence below the title.
-        figures: label and value of the most important numbers.
-        facts: label and value of each fact about the machine, such as versions.
-        settings: for each section its settings: name, value, and True if it is not the default.
+        figures: (label, value) of the most important numbers.
+        facts: (label, value) of each fact about the machine, such as versions.
+        settings: for each section a list of (name, value, True if it is not the default).
         notes: sentences on what is missing.
     """
 
@@ -130,12 +130,12 @@ class RunPage(Page):
 
 
 def run_page(page: RunPage) -> str:
-    """Return the page as HTML text."""
+    """Return the page of a run as HTML text."""
     return rendered("run.html", page)
 
 
 def rendered(template: str, page: Page) -> str:
-    """Return a page as HTML text.
+    """Fill a template with the content of a page, and return it as HTML text.
 
     Args:
         template: the name of a file in ``templates``, which extends ``base.html``.
@@ -160,7 +160,7 @@ def _template(name: str) -> str:
 
 
 def settings_beside(config: Mapping, default: Mapping) -> dict[str, list[tuple[str, str, bool]]]:
-    """Return, for each section, the name and value of each setting, and True if it was changed.
+    """Return, for each section, a list of (name, value, True if it differs from the default).
 
     Args:
         config: the settings by section, as in a manifest.
@@ -214,10 +214,10 @@ def _head(name: str) -> str:
 
 
 def _symbol(style: int) -> str:
-    """Return the symbol of a line for the legend, an SVG element."""
+    """Return the symbol that marks a line in the legend of a chart, as an SVG element."""
     return f'<g class="mark s{style % 8}">{symbol(style, 11, 6)}</g>'
 
 
 def _share(count: int, row: Sequence[int]) -> float:
-    """Return the share of ``count`` in the sum of its row, 0 for an empty row."""
+    """Return ``count`` divided by the sum of ``row``; 0 if the sum is 0."""
     return count / sum(row) if sum(row) else 0.0

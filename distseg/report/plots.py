@@ -66,7 +66,9 @@ def plot_curves(log_paths: Sequence[str | Path], output: str | Path) -> None:
 def series(
     log: list[dict], kind: str, field: str, key: str | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values of a field, from the lines of one kind that have the field.
+    """Return a field of a log over the steps: an array of steps and an array of values.
+
+    Only lines of one kind that have the field are used.
 
     Args:
         log: the lines of a log.
@@ -85,7 +87,7 @@ def series(
 
 
 def smooth(values: np.ndarray, span: float) -> np.ndarray:
-    """Return the exponential moving average over about ``span`` values, at each of ``values``.
+    """Return ``values`` smoothed by an exponential moving average over about ``span`` values.
 
     The average is bias-corrected, so it does not start near zero. NaN values are skipped.
     """
@@ -106,7 +108,7 @@ def _run_names(paths: Sequence[str | Path]) -> list[str]:
 
 
 def _draw_loss(axis, logs: list[list[dict]], names: list[str]) -> None:
-    """Draw the training and validation losses of runs; many steps are drawn smoothed."""
+    """Draw the training and validation losses of runs, smoothed if there are many steps."""
     for index, (log, name) in enumerate(zip(logs, names)):
         steps, loss = series(log, "step", "loss")
         prefix, color = (f"{name}: " if len(logs) > 1 else ""), PALETTE[index % len(PALETTE)]
@@ -242,7 +244,7 @@ def _draw_series(axis, rows: list[Mapping], name: str, color: str) -> None:
 
     Args:
         axis: the matplotlib axes.
-        rows: the rows of this series, as :func:`plot_scaling` takes them.
+        rows: the rows of this series, in the form that :func:`plot_scaling` takes.
         name: the name of the series in the legend.
         color: a colour of matplotlib.
     """

@@ -23,7 +23,10 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class SilentProgress:
-    """Progress that shows nothing, for ranks that do not print. It defines the interface."""
+    """Progress that shows nothing, for ranks that do not print.
+
+    Its methods are the interface of all progress objects.
+    """
 
     def advance(self, n: int = 1, pixels: int = 0, **fields: float | str) -> None:
         """Count ``n`` more finished units of work.
@@ -35,7 +38,7 @@ class SilentProgress:
         """
 
     def partly(self, share: float) -> None:
-        """Show which fraction of the unit in progress is done, from 0 to 1."""
+        """Show the finished fraction, from 0 to 1, of the current unit of work, such as a step."""
 
     def __enter__(self) -> SilentProgress:
         return self
@@ -45,7 +48,7 @@ class SilentProgress:
 
 
 class Progress(SilentProgress):
-    """Counter of work, pixels and seconds. Subclasses define how the text is shown.
+    """Base class that counts finished work, pixels and seconds; subclasses show the numbers.
 
     Args:
         total: the number of units of work.
@@ -87,10 +90,10 @@ class Progress(SilentProgress):
         return self._clock() - self._start
 
     def details(self) -> list[str]:
-        """Return the rate and then the fields: ``['12.3 Mpx/s', 'loss 0.3451']``.
+        """Return texts such as ``['12.3 Mpx/s', '40% of the next step', 'loss 0.3451']``.
 
-        Between them is the finished share of the unit in progress, if :meth:`partly` gave one:
-        ``'40% of the next step'``.
+        They are the rate, the fraction that :meth:`partly` set, and the fields of :meth:`advance`.
+        The fraction is left out if :meth:`partly` was not called.
         """
         rate = [si(self.pixels / self.seconds, "px/s")] if self.pixels and self.seconds > 0 else []
         rate += [f"{self.share:.0%} of the next {self.unit}"] if self.share else []
@@ -99,7 +102,7 @@ class Progress(SilentProgress):
         ]
 
     def count(self) -> str:
-        """Return the number of finished units and of all units: ``'120/400 steps'``."""
+        """Return the finished and the total number of units as text: ``'120/400 steps'``."""
         return f"{self.done}/{self.total} {self.unit}s"
 
     def _show(self) -> None:
@@ -117,7 +120,7 @@ class LineProgress(Progress):
         self._last = self._start
 
     def _show(self) -> None:
-        """Print what is done and the time left, unless a line was printed a short time ago."""
+        """Print the finished work and the time left, unless the last line is less than 10 s old."""
         if self.done < self.total and self._clock() - self._last >= SECONDS_BETWEEN_LINES:
             self._last = self._clock()
             done = self.done + self.share

@@ -41,9 +41,10 @@ def block_sums(
 
 
 def most_frequent(labels: np.ndarray, block: Sequence[int], nodata: int) -> np.ndarray:
-    """Return the most frequent label of each block of a map; of equally frequent ones the smallest.
+    """Return the most frequent label of each block of a label map.
 
-    A block has the label ``nodata`` only if all its pixels have.
+    Of equally frequent labels, the smallest is taken. A block has the label ``nodata`` only if all
+    its pixels have this label.
 
     Args:
         labels: the map, unsigned whole numbers.
@@ -76,13 +77,13 @@ def shrink_image(image: np.ndarray) -> np.ndarray:
 def shrink_labels(labels: np.ndarray, counts: np.ndarray, block: int | None = None) -> np.ndarray:
     """Return one class number for each block of ``labels``, so that rare classes stay visible.
 
-    It is the class with the largest n / sqrt(N), where n is the number of its pixels in the block
-    and N that in the whole image.
+    It is the class with the largest n / sqrt(N), where n is the number of pixels of the class in
+    the block and N is the number of its pixels in the whole image.
 
     Args:
         labels: (H, W) class numbers.
         counts: N, (K,), the number of pixels of each of the K classes in the whole image.
-        block: the side of a block; by default that of :func:`block_size`.
+        block: the side of a block; by default the result of :func:`block_size`.
     """
     block = block or block_size(labels.shape)
     best, winner = None, None

@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 def need_matplotlib() -> None:
-    """Raise an ImportError that says how to install matplotlib if it cannot be imported."""
+    """Raise an ImportError if matplotlib cannot be imported; the message says how to install it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as e:

@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)? ?[^\s\d]{0,6}")  # also
 
 
 def table(rows: Rows, columns: Sequence[str] | None = None) -> str:
-    """Return the rows as aligned text with a ruled header.
+    """Return a table as aligned text, with a line below its header.
 
     Args:
         rows: dicts with values by column name; a missing value is shown as ``-``.
@@ -41,7 +41,7 @@ def table(rows: Rows, columns: Sequence[str] | None = None) -> str:
 
 
 def folded_table(rows: Rows, width: int = 100) -> str:
-    """Return the rows as tables below each other, none wider than ``width`` if this is possible.
+    """Return a table as text; columns that do not fit into ``width`` follow in further tables.
 
     Each table begins with the first column. Columns without any value are left out.
 
@@ -61,7 +61,7 @@ def folded_table(rows: Rows, width: int = 100) -> str:
 
 
 def markdown_table(rows: Rows, columns: Sequence[str] | None = None) -> str:
-    """Return the rows as a markdown table.
+    """Return a table as markdown text.
 
     Args:
         rows: dicts with values by column name; a missing value is shown as ``-``.
@@ -88,11 +88,11 @@ def _pad(text: str, width: int, right: bool) -> str:
 
 
 def format_column(values: Sequence[Any]) -> list[str]:
-    """Return the cells of a column as text.
+    """Return the cells of a column as text, with equal numbers of decimals if this is possible.
 
     All floats get the number of decimals with which the largest shows four significant digits, if
     the smallest that is not 0 then shows at least two. Otherwise each float is formatted by
-    :func:`format_value`. Values that are not floats always are.
+    :func:`format_value`. Other values are always formatted by :func:`format_value`.
     """
     sizes = [abs(v) for v in values if _is_finite_float(v) and v]
     decimals = max(0, 3 - math.floor(math.log10(max(sizes)))) if sizes else 0
@@ -103,7 +103,7 @@ def format_column(values: Sequence[Any]) -> list[str]:
 
 
 def format_value(value: Any) -> str:
-    """Return one cell as text.
+    """Return the value of one cell of a table as text.
 
     Thousands are separated by commas. Floats from 10,000 to 1e9 have no decimals, all others have
     four significant digits. None and NaN become ``-``, and booleans become ``yes`` or ``no``.

@@ -68,7 +68,10 @@ class BackgroundLogger:
                 self._give_up(f"it did not take the last numbers within {self._last:.0f} s")
 
     def _call(self, method: Callable, *arguments) -> None:
-        """Let the thread call a method, unless the logger is lost."""
+        """Let the thread call a method of the other logger, unless that logger has failed before.
+
+        If its last call has taken too long, give the logger up.
+        """
         began = self._began
         if began is not None and time.monotonic() - began > self._patience:
             self._give_up(f"it has not answered for {self._patience:.0f} s")
@@ -86,7 +89,7 @@ class BackgroundLogger:
             self._began = None
 
     def _give_up(self, why: str) -> None:
-        """Call the logger no more, and print one warning with the reason."""
+        """Stop calling the other logger, and print one warning with the reason ``why``."""
         with self._lock:
             if self._lost:
                 return

@@ -41,19 +41,22 @@ class CsvLogger:
         self._tables[kind].append({"step": step, "epoch": epoch, **values})
 
     def picture(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Do nothing."""
+        """Do nothing, because a table cannot show pictures."""
 
     def end(self, complete: bool) -> None:
         """Do nothing: each row is written when it comes."""
 
 
 def _up_to(last: int) -> Callable[[dict], bool]:
-    """Return a function that is True for rows up to a step. Rows that were cut are left out."""
+    """Return a function that returns True for rows of a table up to step ``last``.
+
+    It returns False for rows whose step is cut off.
+    """
     return lambda row: str(row["step"]).isdecimal() and int(row["step"]) <= last
 
 
 class _Table:
-    """CSV file to which rows are added. A row may have new columns.
+    """CSV file to which rows are added one by one; a row may add new columns.
 
     Args:
         path: the file.
@@ -71,7 +74,10 @@ class _Table:
             csv.DictWriter(file, self._columns, restval="").writerow(row)
 
     def keep(self, wanted: Callable[[dict], bool]) -> None:
-        """Write the file again with all columns and the wanted rows, as a whole or not at all."""
+        """Rewrite the file with all columns and with the rows for which ``wanted`` returns True.
+
+        The new file replaces the old one only when it is complete.
+        """
         rows = [row for row in self._reader() if wanted(row)] if self.path.exists() else []
         with (
             atomic_write(self.path) as growing,

@@ -18,13 +18,14 @@ from distseg.report.disk import atomic_write
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The run that a logger shows.
+    """Facts about the run that a logger shows.
 
     Attributes:
         folder: the run's folder.
         resumed_step: number of finished optimizer steps of the resumed checkpoint; None for a new
             run.
-        revalidates: True if the run validates again at ``resumed_step``.
+        revalidates: True if the run validates again at ``resumed_step``, because the checkpoint was
+            written before that validation.
     """
 
     folder: Path
@@ -33,7 +34,10 @@ class LoggedRun:
 
 
 class Logger(Protocol):
-    """Place that shows a run. Its methods are called in a thread of their own, one at a time."""
+    """Interface of a logger: an object that shows a run in a tool such as TensorBoard.
+
+    Its methods are called one at a time, in a separate thread.
+    """
 
     def start(self, settings: Mapping[str, Any]) -> None:
         """Begin to show the run, or go on with a resumed one.
@@ -65,12 +69,12 @@ class Logger(Protocol):
         """Write what is still in memory, and close.
 
         Args:
-            complete: True if the training came to its end, False if it stopped before.
+            complete: True if the training reached its end, False if it stopped earlier.
         """
 
 
 def remembered_id(run: LoggedRun, logger: str) -> str | None:
-    """Return the id that a service gave to a resumed run; None if the run begins anew there.
+    """Return the id that a service such as W&B gave to a resumed run; None for a new run.
 
     Args:
         run: the run.
@@ -83,7 +87,10 @@ def remembered_id(run: LoggedRun, logger: str) -> str | None:
 
 
 def remember_id(run: LoggedRun, logger: str, id: str) -> None:
-    """Write the id of a run at a service into the run's folder, for :func:`remembered_id`."""
+    """Write the id that a service gave to a run into the run's folder.
+
+    :func:`remembered_id` reads the id when the run is resumed.
+    """
     with atomic_write(_id_file(run, logger)) as growing:
         growing.write_text(id + "\n", encoding="utf-8")
 
@@ -93,7 +100,7 @@ def _id_file(run: LoggedRun, logger: str) -> Path:
 
 
 def named_values(tree: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each leaf of nested dicts, as ``('train.epochs', 3)``.
+    """Yield (name, value) of each leaf of nested dicts, such as ``('train.epochs', 3)``.
 
     Args:
         tree: the nested dicts.

@@ -98,5 +98,8 @@ class MlflowLogger:
 
 
 def _allowed(name: str) -> str:
-    """Return a name with the number of each character in its place that MLflow refuses."""
+    """Return a name in which each character that MLflow refuses is replaced by its code, ``-3a-``.
+
+    The code is the number of the character in hexadecimal.
+    """
     return re.sub(r"[^/\w.\- ]", lambda found: f"-{ord(found[0]):x}-", name)

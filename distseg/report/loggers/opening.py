@@ -47,9 +47,9 @@ def check_loggers(names: Sequence[str]) -> None:
 def opened_loggers(
     names: Sequence[str], run: LoggedRun, alive: Callable[[], None]
 ) -> list[BackgroundLogger]:
-    """Return the loggers of a run, each in a thread of its own.
+    """Return the loggers of a run, each of which runs in its own thread.
 
-    If TensorBoard is missing, one line says so.
+    If TensorBoard is not installed, print one line that says so.
 
     Args:
         names: the names of the loggers.
@@ -70,7 +70,7 @@ def opened_loggers(
 
 
 def _import_error(name: str) -> ImportError | None:
-    """Import the package of a logger, and return the error if this is not possible.
+    """Import the package of a logger, and return the error if the import fails, else None.
 
     The first import happens here and not in the logger's thread, because two threads that import
     the same packages may wait for each other.

@@ -18,7 +18,7 @@ _NAME = "wandb"
 
 
 class WandbLogger:
-    """Run of Weights & Biases.
+    """Logger that shows a run on Weights & Biases.
 
     The methods are those of :class:`distseg.report.loggers.interface.Logger`. A resumed run goes on
     with the same run of Weights & Biases. W&B does not remove the numbers of later steps than the

@@ -218,8 +218,8 @@ def distribute(
         pad: zero-pad images at the end to a multiple of this many pixels.
         in_channels: number of bands of an image, if the module does not determine it.
         seed: seed of the masks of dropout.
-        reducer: what sums gradients over ranks: auto, horovod, mpi, torch (torch.distributed) or
-            nccl.
+        reducer: the library that sums gradients over ranks: auto, horovod, mpi, torch
+            (torch.distributed) or nccl.
         timeout: seconds that a rank waits for another rank; 0 to wait for ever. If a rank waits
             longer while no rank makes progress, the job is ended by a message that says where each
             rank is.

@@ -354,7 +354,8 @@ def _weights(counts: Sequence[int], what: str) -> list[Choice]:
 
     Args:
         counts: number of pixels or images of each class.
-        what: words for the smallest count, for the comment, such as ``pixels of the rarest``.
+        what: words for the smallest count, such as ``pixels of the rarest``, for a comment in the
+            config.
     """
     present = [count for count in counts if count]
     if not present or max(present) <= _UNEVEN * min(present):

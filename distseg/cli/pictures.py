@@ -268,7 +268,8 @@ class _ShrunkPixels:
         """Return (means, None, mask), the arguments of :func:`distseg.data.picture.rgb`.
 
         ``means`` is the mean of each block, (bands, h, w). ``mask`` is True for blocks with data,
-        (h, w); it is None if no block lacks data. None stands for the number for no data.
+        (h, w); it is None if no block lacks data. The None in the middle means that no number marks
+        pixels without data.
         """
         sums, known = np.concatenate(self._sums, 1), np.concatenate(self._known)
         means = sums / np.maximum(known, 1)

@@ -44,7 +44,8 @@ class PlannedLayouts(NamedTuple):
     """Result of :func:`plan_layouts`.
 
     Attributes:
-        facts: the layouts and what they were chosen for, as a dict that JSON can hold.
+        facts: the layouts, and the conditions of the search such as the number of ranks, as a dict
+            that JSON can hold.
         settings: the values of the settings of the best layout, by name.
         planner: the planner.
         sizes: the sizes of all images.

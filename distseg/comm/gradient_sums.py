@@ -101,7 +101,7 @@ class GradientSums:
         self._hooks.clear()
 
     def advance(self) -> None:
-        """Start the sums of complete buckets, and advance the sums under way, without waiting."""
+        """Start the sums of complete buckets, and advance all running sums, without waiting."""
         while len(self._versions) < len(self._incomplete) and self._is_complete():
             self._start(self.gradients.buckets[len(self._versions)])
         self.reducer.advance()

@@ -174,7 +174,7 @@ def _to_main_thread(pid: int, number: int) -> None:
     """Send a signal to the main thread of a process.
 
     The thread that handles the signal writes the stacks of all threads. If one of MPI's threads
-    handled it, the main thread would go on meanwhile, and its stack would be read while it changes.
+    handled the signal, the main thread would go on, and its stack would be read while it changes.
     """
     try:
         import ctypes

@@ -116,8 +116,8 @@ class ExchangeView(MapView):
 class HaloExchange:
     """Halo exchange of one layer, for tensors with the same number of channels and dtype.
 
-    ``forward`` and ``adjoint`` are adjoint to each other in the inner product over all cells of all
-    ranks.
+    A strip is the part of a tensor that another tile needs as halo. ``forward`` and ``adjoint`` are
+    adjoint to each other in the inner product over all cells of all ranks.
 
     Args:
         mail: sends and receives the messages.
@@ -219,8 +219,8 @@ class HaloExchange:
             gs: for each tensor, its gradient after the exchange, (B, C, *exchanged.size).
 
         Returns:
-            For each rank that sends gradients back to this rank, the receive that is under way.
-            :meth:`finish_adjoint` takes this dict.
+            A dict from each rank that sends gradients back to this rank to the running receive. It
+            is an argument of :meth:`finish_adjoint`.
         """
         return self._start(gs, self.receives, self.sends, self.tag + 1)
 

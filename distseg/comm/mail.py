@@ -82,7 +82,7 @@ class Receipt:
     """Receive of a tensor, which may not have arrived yet.
 
     Args:
-        waits: the wait policy: how this rank waits, and what it does meanwhile.
+        waits: the wait policy: how this rank waits, and what it does during waits.
         request: the request of the receive.
         buffer: the memory that the message is received into.
         make: function that returns the received tensor, given the buffer.

@@ -76,7 +76,7 @@ def limit_now() -> float:
 
 
 def watched() -> bool:
-    """Return True if a guardian ends this process when it makes no progress for some time."""
+    """Return True if a guardian ends this process when it makes no progress within a time limit."""
     return limit_now() > 0
 
 

@@ -224,7 +224,7 @@ class LoneReducer(Reducer):
 class TransportReducer(Reducer):
     """Reducer that sums flat buckets over a communicator of MPI or torch.distributed.
 
-    A sum takes as much memory as its bucket, so only a few sums are under way at the same time.
+    A sum takes as much memory as its bucket, so only a few sums run at the same time.
     Buckets in GPU memory are copied to host memory for the sum.
 
     Args:
@@ -348,8 +348,8 @@ class NcclReducer(Reducer):
     """Reducer that sums flat buckets by NCCL, in GPU memory.
 
     No sum starts during the backward pass. A sum that waits for another rank occupies the GPU, and
-    a host that allocates or frees memory may wait for it. The other rank could meanwhile wait for
-    a halo that this host has not sent yet, so both would wait for ever.
+    a host that allocates or frees memory may wait for the sum. If the other rank waited for a halo
+    that this host has not sent yet, both would wait for ever.
 
     Args:
         group: the process group of the replicas (:func:`distseg.comm.nccl.replicas_group`).

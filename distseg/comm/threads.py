@@ -162,7 +162,7 @@ def _quota_2(folder: str, read: Callable[[str], str | None]) -> float | None:
 
     Args:
         folder: the folder of the control group.
-        read: see :func:`cpu_quotas`.
+        read: function that returns the text of a file, or None if there is no such file.
     """
     quota, *period = (read(f"{folder}/cpu.max") or "max").split()
     return int(quota) / int(period[0] if period else 100000) if quota.isdecimal() else None
@@ -173,7 +173,7 @@ def _quota_1(folder: str, read: Callable[[str], str | None]) -> float | None:
 
     Args:
         folder: the folder of the control group.
-        read: see :func:`cpu_quotas`.
+        read: function that returns the text of a file, or None if there is no such file.
     """
     quota, period = (read(f"{folder}/cpu.cfs_{name}_us") for name in ("quota", "period"))
     if quota is None or period is None or int(quota) <= 0 or int(period) <= 0:

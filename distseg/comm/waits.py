@@ -45,9 +45,9 @@ class _Piece(NamedTuple):
 
 
 class Waits:
-    """Wait policy of all communicators of one mesh: how a rank waits, and what it does meanwhile.
+    """Wait policy of all communicators of one mesh: how a rank waits for other ranks.
 
-    While a rank waits for others, it advances other messages and does deferred work.
+    While a rank waits, it advances other messages and does deferred work.
 
     Attributes:
         timeout: seconds that a rank waits for another if no guardian watches it

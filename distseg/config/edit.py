@@ -23,7 +23,7 @@ from distseg.config.sizes import Size
 
 
 def with_settings(text: str, settings: Mapping[str, Any]) -> str:
-    """Return the text of a YAML config with other values of some settings.
+    """Return the text of a YAML config in which ``settings`` have new values.
 
     The caller must read the new text and check that it has these settings. A text with YAML anchors
     or braces may have other settings than expected.

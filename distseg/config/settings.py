@@ -1010,7 +1010,7 @@ class ApproximateConfig(ApproximateBase):
 class StepSettings:
     """Settings of an optimizer step, without those that say how ranks share its work.
 
-    The serial program takes only these settings, beside the model and the images.
+    The serial program needs only these settings, the model and the images.
 
     Attributes:
         loss: the loss.

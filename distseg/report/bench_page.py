@@ -18,8 +18,8 @@ class StudyPart:
 
     Attributes:
         title: the title.
-        about: what the picture and the table show.
-        facts: what was measured: network, images, number type, ranks.
+        about: a text about the content of the picture and the table.
+        facts: a text about the measurement: network, images, number type, ranks.
         columns: the names of the table's columns.
         rows: the cells of each row as text.
         commands: the commands that repeat the measurement.

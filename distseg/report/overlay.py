@@ -134,7 +134,7 @@ def _error_panel(
         ignore: the number of pixels without a label or without data, which are never errors.
 
     Returns:
-        The title, with the share of wrong pixels; and the panel, (h, w, 3) uint8.
+        The title, with the percentage of wrong pixels; and the panel, (h, w, 3) uint8.
     """
     valid = (truth != ignore) & (prediction != ignore)
     wrong = valid & (truth != prediction)

@@ -76,7 +76,7 @@ class Evaluated:
         confusion: the confusion matrix; empty if there is none.
         images: the rows of the table of images.
         omitted: number of images that the table leaves out.
-        pictures: the pictures of some images.
+        pictures: the pictures of the worst and the best images.
         legend: the name and the colour, such as ``#0072b2``, of each class; empty if the pictures
             have no colours of classes.
         notes: sentences on what is missing.

@@ -64,7 +64,7 @@ def devices_of(
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Return ``device`` with an index. A GPU without an index stands for PyTorch's current GPU."""
+    """Return ``device`` with an index; without an index, a GPU becomes PyTorch's current GPU."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -214,9 +214,9 @@ class DevicePipeline:
 
 
 def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
-    """Return a stage as a torchgpipe layer without parameters of its own.
+    """Return a stage as a layer for torchgpipe; the parameters remain those of the model.
 
-    The parameters belong to the model and stay on their device. The layer takes and returns feature
+    The parameters stay on their device. The layer takes and returns feature
     maps (B, C, *size). The last stage returns the loss's partial sums (B, K). Skips travel through
     torchgpipe's ``stash`` and ``pop``.
 

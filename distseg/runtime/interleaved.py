@@ -166,10 +166,10 @@ class _Turns:
         )
 
     def _forced(self, ranks: range) -> Iterator[tuple[int, _Group]]:
-        """Resolve a turn in which no rank can go on.
+        """Resolve a turn of the simulation in which no rank can go on.
 
-        Yield (rank, group) of a backward pass that is ready. If there is none, yield nothing, and
-        raise the limit of one rank by one tile.
+        Yield (rank, group) of a backward pass that is ready. If no backward pass is ready, yield
+        nothing, and let one more tile of one rank wait for its backward pass.
         """
         for rank in reversed(ranks):
             if self._can_go(rank, self.back[rank]):

@@ -56,7 +56,8 @@ def listed_gpipe(placement: Sequence[int], micro_batches: int) -> list[list[Acti
 def listed_1f1b(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
     """Return each rank's actions in the order of 1F1B, for any placement of stages.
 
-    A stage has at most as many micro-batches under way at once as there are stages.
+    A stage holds at most as many micro-batches at once as there are stages. It holds a micro-batch
+    from the start of its forward pass to the end of its backward pass.
 
     Args:
         placement: the rank of each stage.
@@ -68,8 +69,7 @@ def listed_1f1b(placement: Sequence[int], micro_batches: int) -> list[list[Actio
 def listed_zb_h1(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
     """Return each rank's actions in the order of ZB-H1, for any placement of stages.
 
-    ZB-H1 fills the idle time of 1F1B with W, the computation of weight gradients. A micro-batch
-    stays under way until its W is done.
+    ZB-H1 fills the idle time of 1F1B with W, the computation of weight gradients.
 
     Args:
         placement: the rank of each stage.

@@ -138,7 +138,7 @@ def check_order(programs: Sequence[Sequence[Step]], rules: Rules = MESSAGES) -> 
 
     Args:
         programs: the steps of each rank, in order. The rank is the index.
-        rules: what the transport does with messages.
+        rules: the rules by which the transport carries messages.
 
     Raises:
         ValueError: if ranks have different orders of collectives, if a message is sent but not

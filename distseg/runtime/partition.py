@@ -210,9 +210,9 @@ def _kept(layer: nn.Module) -> list[tuple[Tensor, str]]:
     """Return a layer's parameters and running mean, each as (tensor, its name in messages).
 
     Two layers share weights or running statistics if both have the same one of these tensors. If
-    a model calls one norm several times, each call is a layer of its own here, and the layer of the
-    first call may hold the running statistics for all of them. Its running mean is then returned
-    for each of these layers.
+    a model calls one norm several times, each call is a separate layer here, and the layer of the
+    first call may hold the running statistics for all calls. Its running mean is then returned for
+    each of these layers.
     """
     keeper = getattr(layer, "running", layer)
     running = (keeper if isinstance(keeper, nn.Module) else layer)._buffers.get("running_mean")

@@ -23,7 +23,7 @@ class PassMessages:
         members: for each of its communicators, the numbers of the ranks in the job.
         names: the names of the network's layers.
         exchange: the halo exchange between layers; None if tiles exchange no halos.
-        tiles: for each tile of this rank, the layout of its image and its position in the grid.
+        tiles: for each tile of this rank, (layout of its image, index of the tile in the grid).
         statistics: for each active norm, the communicator over which it takes statistics: ``tiles``
             or ``replicas``.
         first_trained: the index of the first layer with trained parameters. Layers before it have
@@ -110,7 +110,7 @@ def neighbours(
         members: the ranks that share the image.
         sends, receives: the other ranks, as numbers among ``members``.
         tag: the tag of the messages.
-        what: the text of the messages, which no other exchange may have.
+        what: the text that names the messages; it must differ from that of any other exchange.
     """
     coming = tuple(Message("tiles", members[r], rank, tag, what) for r in receives)
     going = tuple(Message("tiles", rank, members[r], tag, what) for r in sends)

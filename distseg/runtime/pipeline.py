@@ -138,7 +138,7 @@ class Pipeline:
         Args:
             op: the operation.
             unit: the micro-batch.
-            keep: True to keep what the backward pass needs.
+            keep: True to keep the activations for the backward pass.
         """
         stage, m = self.stages[op.stage], op.micro_batch
         heartbeat(f"forward of stage {op.stage}, micro-batch {m}")

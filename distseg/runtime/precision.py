@@ -42,7 +42,7 @@ def fast_bf16(device: torch.device) -> bool:
 def emulation(precision: str, device: torch.device) -> str | None:
     """Return a warning text if the precision is bf16 and the device only emulates it, else None.
 
-    ``torch.cuda.is_bf16_supported()`` cannot tell, because PyTorch counts emulation as support.
+    ``torch.cuda.is_bf16_supported()`` also returns True if PyTorch only emulates bf16.
 
     Args:
         precision: fp64, fp32, bf16 or fp16.

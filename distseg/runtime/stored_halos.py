@@ -156,9 +156,9 @@ class StoredHalos:
 def _cells(stored: Map, values: Tensor) -> Tensor:
     """Return ``values`` as a view (B, *size, C), the order of dims that all messages have.
 
-    Messages have an order of their own because two ranks may store a feature map in different
-    memory formats. Each rank takes the format from its tile, and PyTorch cannot tell the format of
-    a tile of one cell.
+    All messages have the same order of dims, because two ranks may store a feature map in different
+    memory formats. Each rank takes the format from its tile, and the format of a tile of one cell
+    is ambiguous in PyTorch.
 
     Args:
         stored: the stored feature map, which says whether ``values`` are channels-last already.

@@ -130,9 +130,9 @@ class TiledModel(nn.Module):
         return any(n.active for n in self.norms)
 
     def device_of(self, part: range) -> torch.device | None:
-        """Return the device of some layers, or None if they have no weights or buffers.
+        """Return the device of the weights and buffers of some layers, or None if they have none.
 
-        ``part`` has the numbers of the layers.
+        ``part`` is the range of the indices of the layers.
         """
         tensors = (
             t
@@ -145,7 +145,7 @@ class TiledModel(nn.Module):
         """Replace the layers that this rank does not hold by placeholders without weights.
 
         Args:
-            positions: the numbers of the layers that this rank holds.
+            positions: the indices of the layers that this rank holds.
         """
         assert self.flat
         for position, (name, layer) in enumerate(flat_layers(self.model)):

@@ -60,7 +60,7 @@ from distseg.tiling.tile import Box
 
 
 class TileGrid(Protocol):
-    """Interface that tells where the tiles of one rank lie, for one micro-batch.
+    """Interface of an object that has the boxes of one rank's tiles, for one micro-batch.
 
     The methods take the index of a tile batch (``block``), the index of a segment, and the number
     of a feature map (``tensor_id``).
@@ -141,7 +141,7 @@ class StagePlan:
 
     @cached_property
     def made(self) -> dict[int, int]:
-        """Index of the segment that computes a feature map, by the index of the map.
+        """Dict from the index of a feature map to the index of the segment that computes it.
 
         It has only the feature maps that this rank computes.
         """

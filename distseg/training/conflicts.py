@@ -426,7 +426,7 @@ def check_norms(
 
 
 def smallest(sizes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """Return the smallest of some image sizes, by the names of the images.
+    """Return a dict with the smallest image sizes, by the names of the images.
 
     A size is left out if another size is at most as large in every dim. Of several images of one
     size, the result has one. The caller checks only the images in the result, because larger images

@@ -86,7 +86,7 @@ class DistributedModel(nn.Module):
         network: the captured module, with the layers of this rank only.
         engine: the steps of the network on the mesh.
         bands: number of bands of an image.
-        returned: description of what the whole network returns.
+        returned: description of the output of the whole network, such as its channels.
         outputs: names of the outputs that are trained, if the module returns several.
         inputs: number of bands of each input, if the module takes several.
         order: names of the tensors of the user's module, in the order of its state dict.
@@ -172,9 +172,9 @@ class DistributedModel(nn.Module):
         return sorted(named, key=lambda item: self._position(item[0]))
 
     def _position(self, name: str) -> int:
-        """Return the position of a tensor in the state dict of the user's module.
+        """Return the index of a tensor in the state dict of the user's module, as a sort key.
 
-        Tensors that are not saved come last.
+        Tensors that are not in the state dict come last.
         """
         return self._order.get(name, len(self._order))
 
@@ -437,8 +437,8 @@ class DistributedModel(nn.Module):
             micro_batches: number of micro-batches in the step.
 
         Returns:
-            (rows, first): ``rows`` has the positions of this sample group's images among the images
-            of the step. ``first`` is the number, in the epoch, of the first image of the step.
+            (rows, first): ``rows`` has the indices, in the step, of this sample group's images.
+            ``first`` is the number, in the epoch, of the first image of the step.
         """
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, micro_batches, images)
         first, self.images_seen = self.images_seen, self.images_seen + rows.total
@@ -590,7 +590,7 @@ class DistributedModel(nn.Module):
             targets: the targets of ``images``, or None.
             chosen: the indices in ``images`` of the micro-batch's images.
             first: the number, in the epoch, of the first image of the step.
-            rows: for each image of the micro-batch, its position among the images of the step.
+            rows: for each image of the micro-batch, its index among the images of the step.
         """
         engine = self.engine
         found = []
@@ -637,7 +637,7 @@ class DistributedModel(nn.Module):
         )
 
     def _labels(self, targets, group: list[int], criterion: Criterion, box: Box) -> Tensor:
-        """Return the targets of some images inside a box, (images, ..., *box.size).
+        """Return the targets of the images ``group`` inside a box, (images, ..., *box.size).
 
         If the module returns one vector per image, the result is (images, 1, ...). Then only the
         box at the origin has the labels, so that each image counts once.

@@ -287,10 +287,10 @@ class Engine(ParameterUpdate):
         )
 
     def base_memory(self) -> int:
-        """Return the number of bytes that this rank needs beside the activations.
+        """Return the number of bytes that this rank needs in addition to the activations.
 
-        On a GPU it is memory of the GPU, else memory of the process. Gradients, the optimizer's
-        state and decoded images are included even if they are not allocated yet.
+        On a GPU these are bytes of GPU memory, else bytes of the process. Gradients, the
+        optimizer's state and decoded images are included even if they are not allocated yet.
         """
         weights = sum(p.numel() * p.element_size() for p in self.parameters)
         # 16-bit copies, and their gradients

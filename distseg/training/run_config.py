@@ -192,7 +192,7 @@ def kind_of(config: dict) -> type:
 
 
 def check_method(manifest: dict, own: type, checkpoint: Path) -> None:
-    """Refuse to go on with exact training from a checkpoint of PatchGD, or the other way round.
+    """Refuse to continue a run from a checkpoint of the other method, exact training or PatchGD.
 
     Args:
         manifest: the manifest of the checkpoint.

@@ -583,8 +583,8 @@ def _by_channel(x: Tensor) -> tuple[int, ...]:
 def _normalised(values: Tensor, eps: float) -> Tensor:
     """Return ``values`` shifted and scaled to mean 0 and variance 1 over all dims but the first.
 
-    Each index of the first dim has a mean and a variance of its own. ``eps`` is added to the
-    variance.
+    The mean and the variance are computed separately for each index of the first dim. ``eps`` is
+    added to the variance.
     """
     dims = tuple(range(1, values.dim()))
     deviation = values - values.mean(dims, keepdim=True)

@@ -202,7 +202,7 @@ class PassRunner(Protocol[Given]):
     def needs_loss_grad_first(self, given: Given) -> bool:
         """Return True if the loss gradient must be known before :meth:`run` starts.
 
-        This is so if a backward pass begins before all forward passes are done, as with 1f1b.
+        It must be known if a backward pass begins before all forward passes are done, as with 1f1b.
         Otherwise the forward passes in :meth:`run` give the loss gradient in time.
         """
 
@@ -272,8 +272,8 @@ class StageRunner:
         pipeline: this rank's stages.
         schedule: gpipe, 1f1b or zb-h1.
         together: True if the tile batches of a micro-batch run together. Active norms (norms that
-            compute their statistics from the current images) need this. If False, they run one by
-            one, and activations of only one are in memory at a time.
+            compute their statistics from the current images) need this. If False, the tile batches
+            run one after another, and activations of only one tile batch are in memory at a time.
     """
 
     def __init__(self, pipeline: Pipeline, schedule: str, together: bool):
@@ -295,8 +295,8 @@ class StageRunner:
     def needs_loss_grad_first(self, units: list[MicroBatch]) -> bool:
         """Return True if the loss gradient must be known before :meth:`run` starts.
 
-        This is so if the rank with the last stage begins a backward pass before all its forward
-        passes are done.
+        It must be known if the rank with the last stage begins a backward pass before all its
+        forward passes are done.
 
         Args:
             units: the micro-batches of the step.
@@ -333,7 +333,7 @@ class DeviceRunner:
         self.pipeline, self.run = pipeline, pipeline.run
 
     def prepare(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
-        """Return the pipeline's micro-batches of a step: each tile batch becomes one of its own.
+        """Return the pipeline's micro-batches of a step: each tile batch becomes a micro-batch.
 
         Args:
             micro_batches: for each micro-batch of the config, its tile batches.
@@ -415,8 +415,9 @@ class StreamingRunner:
     def needs_loss_grad_first(self, given: StreamedStep) -> bool:
         """Return True if the loss gradient is computed before the passes of :meth:`run`.
 
-        This is so for a linear loss, such as cross-entropy, whose loss gradient depends on labels
-        only. It is also so with 1f1b, which runs an extra forward pass for other losses.
+        It is computed before for a linear loss, such as cross-entropy, whose loss gradient depends
+        on labels only. It is also computed before with 1f1b, by an extra forward pass for other
+        losses.
         """
         return self.loss.linear or self.runs_forward_twice
 

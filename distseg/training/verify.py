@@ -135,14 +135,14 @@ class RandomImages:
         return pixels, labels.view(self.size)
 
     def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[TileBatch]:
-        """Return a rank's tile batches of some images of the step.
+        """Return the tile batches of one rank, for the images ``rows`` of the step.
 
         Args:
-            rows: the positions of the images in the step.
+            rows: the indices of the images in the step.
             grid: number of ranks along each dim that share an image.
             per_rank: number of tiles of each rank along each dim.
-            coordinates: position of the rank in the grid.
-            reach: the receptive field of the network, which gives the windows.
+            coordinates: index of the rank in the grid, for each dim.
+            reach: the receptive field of the network, by whose halo tiles become windows.
         """
         wholes, numbers = [self.whole(n) for n in rows], [self.first + n for n in rows]
         found = []
@@ -220,14 +220,14 @@ class StoreImages:
         return piece.pixels[0].double(), labels if labels.is_floating_point() else labels.long()
 
     def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[TileBatch]:
-        """Return a rank's tile batches of some images of the step.
+        """Return the tile batches of one rank, for the images ``rows`` of the step.
 
         Args:
-            rows: the positions of the images in the step.
+            rows: the indices of the images in the step.
             grid: number of ranks along each dim that share an image.
             per_rank: number of tiles of each rank along each dim.
-            coordinates: position of the rank in the grid.
-            reach: the receptive field of the network, which gives the windows.
+            coordinates: index of the rank in the grid, for each dim.
+            reach: the receptive field of the network, by whose halo tiles become windows.
         """
         return pieces(
             self.store, [self.samples[n] for n in rows], grid, per_rank, coordinates, reach
@@ -319,7 +319,7 @@ def _step(engine: Engine, model: nn.Module, images, names: Mapping[str, str]) ->
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor on the CPU, because the serial program runs there."""
+    """Return a copy of a tensor on the CPU, on which the serial program runs."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -453,9 +453,9 @@ def own_pieces(engine: Engine, images: RandomImages | StoreImages) -> list[list[
 
 
 def _rows(mesh: MeshConfig, train: TrainConfig, data: DataConfig, group: int) -> Rows:
-    """Return the positions, among the images of a step, of the images of one sample group.
+    """Return which images of a step belong to one sample group, as indices in the step.
 
-    The order is that of the data loader.
+    The order of the images in the step is that of the data loader.
 
     Args:
         mesh, train, data: the settings of these sections.
@@ -745,7 +745,7 @@ def _borders(report: dict) -> str:
 
 
 def _apart(report: dict) -> list[str]:
-    """Return a sentence for each kind of parameter that is compared in a special way.
+    """Return a sentence for each special kind of parameters that the compared network has.
 
     The kinds are frozen parameters, parameters on which the loss does not depend, and parameters
     with a gradient that is zero except for rounding errors.

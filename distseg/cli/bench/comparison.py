@@ -92,7 +92,7 @@ def _row(a: Measurement, b: Measurement) -> Row:
 def verdict(found: Range) -> str:
     """Return ``slower``, ``faster`` or ``no different``, given the range of a ratio of seconds.
 
-    The last one is returned if the range contains 1.
+    The result is ``no different`` if the range contains 1.
     """
     if found.low > 1:
         return "slower"

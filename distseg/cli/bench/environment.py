@@ -102,7 +102,7 @@ def software_versions(transport: str) -> dict[str, str]:
     """Return the versions of distseg, Python, packages and libraries, by name.
 
     Args:
-        transport: what carries the messages. With ``mpi`` the MPI library is named too.
+        transport: mpi, torch or alone. With mpi, the version of the MPI library is returned too.
     """
     from distseg import __version__
 
@@ -142,7 +142,7 @@ def git_commit(folder: Path) -> str | None:
 
 
 def performance_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return those environment variables, by name, that may change the speed of a step.
+    """Return the environment variables, by name, that may change the speed of a step.
 
     An example is OMP_NUM_THREADS.
     """

@@ -20,7 +20,7 @@ _STEPS = tuple(kind for kind in MEASURED if kind != "io")  # kinds that measure 
 
 @dataclass(frozen=True)
 class _Flag:
-    """One flag of some kinds of measurement.
+    """Flag of ``distseg bench`` that one or more kinds of measurement have.
 
     Attributes:
         names: the flag and its synonyms.
@@ -107,7 +107,7 @@ _FLAGS = (
 
 
 def add_flags(parser, *kinds: str) -> None:
-    """Add the flags of some kinds of measurement to a parser, beside those of all settings.
+    """Add the flags of some kinds of measurement to a parser, which has the flags of all settings.
 
     Args:
         parser: a parser of jsonargparse.

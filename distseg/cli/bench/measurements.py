@@ -171,7 +171,7 @@ def reducer_for(reducer: str, fewest: int, ranks: int, transport: str) -> str:
         reducer: the setting ``mesh.reducer``.
         fewest: the smallest number of ranks of a case.
         ranks: the number of ranks of the job.
-        transport: what carries the messages of the job.
+        transport: the carrier of the job's messages: mpi, torch or alone.
 
     Raises:
         ValueError: ``reducer`` is Horovod, but a case has fewer ranks than the job.

@@ -66,7 +66,7 @@ class Logger(Protocol):
         """
 
     def end(self, complete: bool) -> None:
-        """Write what is still in memory, and close.
+        """Write the numbers and pictures that are still in memory, and close.
 
         Args:
             complete: True if the training reached its end, False if it stopped earlier.

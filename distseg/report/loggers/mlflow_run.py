@@ -26,8 +26,8 @@ class MlflowLogger:
     """Run of MLflow: settings as parameters, numbers as metrics, pictures as artifacts.
 
     The methods are those of :class:`distseg.report.loggers.interface.Logger`. A resumed run goes on
-    with the same run of MLflow. Parameters cannot change there, so a setting that has changed
-    becomes a tag such as ``optim.lr from step 40``.
+    with the same run of MLflow. MLflow does not allow a parameter to change, so a setting that has
+    changed becomes a tag such as ``optim.lr from step 40``.
 
     Args:
         run: the run.

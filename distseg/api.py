@@ -443,7 +443,7 @@ def _network(
 
     The arguments are those of :func:`distribute`. A module of several inputs or outputs is wrapped,
     so that it takes one image and returns one map. If the module cannot be captured as a network of
-    layers, it is returned as it is.
+    layers, it is returned unchanged.
 
     Raises:
         ValueError: the arguments do not fit the module.

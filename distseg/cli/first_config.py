@@ -493,7 +493,7 @@ class _Steps:
         choices: the settings of the network and of the loss.
         data: the training data.
         computer: the machine.
-        ranks: number of ranks, which share only samples.
+        ranks: number of ranks, each of which is a sample group.
 
     Raises:
         ValueError: the network is unknown, or does not fit the bands and classes of the data.

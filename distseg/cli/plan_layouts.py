@@ -286,7 +286,7 @@ def _best(planner: Planner, ranks: int, sizes: Collection[tuple[int, ...]]) -> l
     """Return the layouts on a number of ranks that can cut images of all sizes, the best first.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no layout can cut the images.
     """
     work = planner.work
     if best := planner.best(ranks, sizes):
@@ -300,7 +300,7 @@ def _best(planner: Planner, ranks: int, sizes: Collection[tuple[int, ...]]) -> l
 
 
 def _by_time(search: tuple[Planner, list[Prediction]]) -> tuple[bool, float]:
-    """Return a key to sort searches by their best layout: fitting the memory limit, then fast."""
+    """Return a sort key: first the layouts that fit the memory limit, then the fastest ones."""
     planner, best = search
     return best[0].memory > planner.limit, best[0].seconds
 
@@ -356,9 +356,10 @@ def _streamed(training: PlannedTraining, planner: Planner, chosen: Choice) -> di
 
 
 def notes_on(work: Work, machine: Machine) -> list[str]:
-    """Return notes on work in a step whose speed was not measured, so that similar work counts.
+    """Return a note for each kind of work in a step whose speed was not measured.
 
-    This is work in another number type or with other tensor shapes than the measured work.
+    The measured speed of similar work is used instead, in another number type or with other tensor
+    shapes.
     """
     found, precision = [], work.precision
     if precision != machine.precision and not machine.rates.has("convolution", precision):
@@ -488,7 +489,7 @@ def _row(number: int, row: dict) -> dict:
     """Return the row of the printed table about one layout, as a dict from column to value.
 
     Args:
-        number: the rank of the layout in the table, from 1.
+        number: the number of the row in the table, from 1.
         row: the entry of the layout in :attr:`PlannedLayouts.facts`.
     """
     settings = row["settings"]

@@ -268,7 +268,8 @@ class PlannedTraining:
         """Return two image sizes for timed steps, the smaller one first.
 
         By the model of a CPU core, a step on the larger size takes about ``_SECONDS``, or less if
-        images are small. The smaller size is about a half or a quarter of it along each dim.
+        images are small. The smaller size is about a half or a quarter of the larger size along
+        each dim.
         """
         stride = reach_for(self.model, True).stride
         costs = modelled(self.model, self.size, self.config.data.images, CORE)

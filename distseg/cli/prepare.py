@@ -122,7 +122,7 @@ def _values(
             labels to texts: ``forest=2,water=0``.
 
     Returns:
-        A map from mask values to labels, and pairs (value of the attribute, label).
+        A dict from mask values to labels, and pairs (value of the attribute, label).
 
     Raises:
         ValueError: the text is not of this form, or a value has two labels.
@@ -175,10 +175,10 @@ def _numbers(flag: str, text: str, between: str, count: int) -> list[int]:
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    """Return the shares of train, val and test in the text of ``--split``, such as ``0.8,0.1,0.1``.
+    """Return the fractions of train, val and test in the text of ``--split``: ``0.8,0.1,0.1``.
 
     Raises:
-        ValueError: the text is not of this form, or the shares do not add up to 1.
+        ValueError: the text is not of this form, or the fractions do not add up to 1.
     """
     try:
         shares = tuple(float(v) for v in text.split(","))

@@ -332,9 +332,8 @@ def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
 def watch(engine: Engine, world) -> Trace:
     """Start to record how this rank spends its time in an engine's steps; return the trace.
 
-    The trace gets a span of time for each pass, message and wait.
-
-    All ranks of ``world`` must call it together, so that their traces begin at the same moment.
+    The trace gets a span of time for each pass, message and wait. All ranks of ``world`` must call
+    this function together, so that their traces begin at the same moment.
     """
     world.Barrier()
     ranges = torch.cuda.nvtx if engine.device.type == "cuda" else None

@@ -80,14 +80,14 @@ class _Reported:
 
     Args:
         run: the folder of a run or of a checkpoint.
-        data: the settings of the data. Their ``store`` has the images if the store of the
-            evaluation is gone.
+        data: the settings of the data. Images are read from ``data.store`` if the store of the
+            evaluation no longer exists.
         predictor: a function that loads the network of a checkpoint.
         planned: a function that returns the planned memory of each rank
             (:func:`distseg.cli.planned_memory.planned_memory` without its first argument); None
             without a prediction.
         predictions: the folder of predicted files.
-        count: number of the worst, and of the best images, that are drawn.
+        count: number of the worst images, and of the best images, that are drawn.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ def _memory(
 
 
 def _brief(seconds: float) -> str:
-    """Return a time as text, such as ``135 ms``, given in seconds."""
+    """Return a time in seconds as text, such as ``135 ms``."""
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
@@ -384,7 +384,7 @@ def _record_in(path: Path) -> dict:
     """Return the content of a file of ``distseg evaluate``.
 
     Raises:
-        ValueError: the file is damaged, or was written by something else.
+        ValueError: the file is damaged, or ``distseg evaluate`` did not write it.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

@@ -55,7 +55,8 @@ def trace_maps(
         formats: some of ``gpkg`` and ``geojson`` (files of polygons), and ``objects`` (a TIFF file
             in which each pixel has the number of its object).
         classes: names or numbers of the classes whose objects are written; by default all.
-        least: objects with fewer pixels than this get no polygon. The format ``objects`` has them.
+        least: objects with fewer pixels than this get no polygon. The format ``objects`` includes
+            them.
 
     Raises:
         FileExistsError: a result would replace one of the maps, or a file of another program.

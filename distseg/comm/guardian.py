@@ -568,7 +568,7 @@ class Guardian:
     # what is decided
 
     def _message(self) -> dict:
-        """Return the report on its rank that this guardian sends to those of ranks 0 and 1."""
+        """Return the report on the watched rank, for the guardians of ranks 0 and 1."""
         return {
             "rank": self.number,
             "still": self.rank.still,

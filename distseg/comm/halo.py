@@ -41,7 +41,7 @@ class Copy(NamedTuple):
 def copies_to(
     target: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]
 ) -> list[Copy]:
-    """Return the copies that a tile receives from other tiles.
+    """Return the parts of a feature map that a tile receives from other tiles.
 
     Args:
         target: the position of the tile in the grid of tiles.
@@ -62,7 +62,7 @@ def copies_to(
 def copies_from(
     source: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]
 ) -> list[Copy]:
-    """Return the copies that a tile sends to other tiles.
+    """Return the parts of a feature map that a tile sends to other tiles.
 
     Args:
         source: the position of the tile in the grid of tiles.

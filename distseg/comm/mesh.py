@@ -23,7 +23,7 @@ from distseg.config.sizes import Size
 
 
 class Members(NamedTuple):
-    """Numbers in the job of the ranks of each communicator to which one rank belongs.
+    """Ranks of each communicator to which one rank belongs, by their numbers in the job.
 
     The fields have the names of the communicators of :class:`Mesh`.
     """

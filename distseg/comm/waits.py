@@ -265,7 +265,7 @@ class Ranks:
         return self._reported(found) if name in _BLOCKING else found
 
     def _reported(self, call: Callable) -> Callable:
-        """Return ``call`` with a report to the guardian that this rank waits during the call."""
+        """Return a function that calls ``call`` and meanwhile reports to the guardian a wait."""
 
         @wraps(call)
         def reported(*args, **kwargs):

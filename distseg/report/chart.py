@@ -95,7 +95,7 @@ class _Scale:
     """Conversion of the values of lines to pixel positions in a chart.
 
     Args:
-        lines: the lines that must fit.
+        lines: the lines that must fit into the chart.
         logarithmic: True for a logarithmic y axis.
     """
 

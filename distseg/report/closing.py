@@ -140,8 +140,8 @@ def notes_on_places(
 def best_score(scores: Mapping) -> str:
     """Return the main score of a validation as text, such as "mean IoU 0.512".
 
-    It is RMSE, mean IoU or accuracy, the first of them that is in ``scores`` (values by name).
-    Return "score unknown" if none of them is.
+    It is RMSE, mean IoU or accuracy: the first of these that ``scores`` (values by name) has.
+    Return "score unknown" if ``scores`` has none of them.
     """
     for name, words in (("rmse", "RMSE"), ("mean_iou", "mean IoU"), ("accuracy", "accuracy")):
         if scores.get(name) is not None:

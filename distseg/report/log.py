@@ -89,7 +89,8 @@ class RunLog(SilentLog):
             are removed. None for a new run, which renames an earlier log in the folder to
             ``log.1.jsonl``, ``log.2.jsonl``, ...
         revalidates: True if the run validates again at ``resumed_step``, because the checkpoint was
-            written before that validation. The old line of the validation is then removed.
+            written before the validation of this step. The old line of the validation is then
+            removed.
         alive: function that is called several times a second while the log waits for its loggers.
     """
 

@@ -216,9 +216,9 @@ class DevicePipeline:
 def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
     """Return a stage as a layer for torchgpipe; the parameters remain those of the model.
 
-    The parameters stay on their device. The layer takes and returns feature
-    maps (B, C, *size). The last stage returns the loss's partial sums (B, K). Skips travel through
-    torchgpipe's ``stash`` and ``pop``.
+    The parameters stay on their device. The layer takes and returns feature maps (B, C, *size).
+    The last stage returns the loss's partial sums (B, K). Skips travel through torchgpipe's
+    ``stash`` and ``pop``.
 
     Args:
         stage: the stage.

@@ -135,7 +135,7 @@ class Exchange:
         return self.every != "all"
 
     def layout(self, image: Sequence[int]) -> Layout:
-        """Return the layout (the boxes of all tiles in all feature maps) of an image of a size."""
+        """Return the layout (the boxes of all tiles in all feature maps) for an image's size."""
         image = tuple(image)
         if image not in self._layouts:
             fine = Size(g * p for g, p in zip(self.grid, self.per_rank))

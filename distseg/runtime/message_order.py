@@ -118,7 +118,8 @@ class Rules:
         transports: the names of the transports, for errors.
         tags: True if messages of different tags may overtake each other.
         background: True if a rank goes on while its messages travel.
-        most: the largest number of messages in one group (:class:`Start`); None for no limit.
+        most: the largest number of messages that a rank may start together (:class:`Start`); None
+            for no limit.
     """
 
     transports: str
@@ -220,8 +221,8 @@ class _Run:
     """Simulation that runs the steps of all ranks without data, to find deadlocks.
 
     Args:
-        programs: the steps of each rank.
-        rules: what the transport does with messages.
+        programs: the steps of each rank: starts of messages, waits, collectives and passes.
+        rules: the rules by which the transport carries messages.
     """
 
     def __init__(self, programs: Sequence[Sequence[Step]], rules: Rules):

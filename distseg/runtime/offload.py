@@ -244,7 +244,7 @@ class VectorMap:
     Args:
         box: the box that a :class:`Map` would store.
         like: a tensor that sets shape, dtype and device.
-        gradient: True for a gradient. What is stored is then added up. A read returns the sum and
+        gradient: True for a gradient. Written values are then added up. A read returns the sum and
             resets it to 0, so that the sum is used once although every tile reads it.
     """
 

@@ -180,7 +180,7 @@ class BackwardTile(KeptTile):
 
 @dataclass(frozen=True)
 class MapOperation(Operation):
-    """Operation on one feature map of a micro-batch, whose number is ``tensor_id``."""
+    """Operation on the feature map with number ``tensor_id`` of a micro-batch."""
 
     micro_batch: int
     tensor_id: int
@@ -239,9 +239,8 @@ class FetchHalo(MapOperation):
 class SendHaloGrad(MapOperation):
     """Send of the gradient of a halo to the ranks that own the halo's cells.
 
-    This is the adjoint of :class:`FetchHalo`.
-
-    These ranks add it to their own gradient of the feature map.
+    These ranks add it to their own gradient of the feature map. This is the adjoint of
+    :class:`FetchHalo`.
     """
 
     verb = "halo grad"

@@ -46,7 +46,7 @@ def own_part(
         partition: the stages; None for a model that is not cut into stages.
         rank: the rank in the pipeline.
         reach: the receptive field of the model.
-        context: what the distributed counterparts share, such as communicators and seed.
+        context: the state that the distributed counterparts share, such as communicators and seed.
         seed: the seed for the weights of layers on the meta device.
         frozen_norm: True to freeze batch norms.
         exchange: the halo exchange; None if each tile is read together with its halo.

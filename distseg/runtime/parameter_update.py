@@ -61,8 +61,8 @@ class ParameterUpdate:
         Args:
             rate: the learning rate of this step.
             norm: the 2-norm of the gradients of the whole network, before they are clipped.
-            epoch: the number of the epoch. Parts that thaw in a later epoch (``optim.thaw``) are
-                not changed.
+            epoch: the number of the epoch. Parts that are trained only from a later epoch on
+                (``optim.thaw``) are not changed.
 
         Raises:
             RuntimeError: if a postponed weight gradient was not computed yet.

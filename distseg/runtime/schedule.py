@@ -115,9 +115,7 @@ def splits(name: str) -> bool:
 def v_placement(ranks: int) -> tuple[int, ...]:
     """Return the rank of each stage in a v-shaped placement: from rank 0 to the last, and back.
 
-    There are 2 * ranks - 1 stages.
-
-    ``v_placement(3)`` is ``(0, 1, 2, 1, 0)``.
+    There are 2 * ranks - 1 stages. ``v_placement(3)`` is ``(0, 1, 2, 1, 0)``.
     """
     return (*range(ranks), *reversed(range(ranks - 1)))
 

@@ -237,7 +237,7 @@ class _Run:
     def _wait_for(
         self, op: Operation, block: int, tensor_id: int, row: int | None, reader: int | None = None
     ) -> Iterator[Step]:
-        """Yield the wait for the messages that bring the rows of a map before row ``row``.
+        """Yield the wait for the messages with the rows of a map that come before row ``row``.
 
         Yield nothing if no other rank sends the map.
 

@@ -558,9 +558,8 @@ class Folded(_Instead):
 def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
     """Return the layer calls of a network, and the number of layers that read each feature map.
 
-    Feature map 0 is the input, n + 1 the result of call n.
-
-    The network may also be a Sequential whose skips begin or end in another part of the model.
+    Feature map 0 is the input, n + 1 the result of call n. The network may also be a Sequential
+    whose skips begin or end in another part of the model.
     """
     try:
         calls = calls_of(part)

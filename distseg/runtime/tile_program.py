@@ -480,7 +480,7 @@ class _Band(NamedTuple):
 
 
 class _Fronts:
-    """Record of how many rows of tiles (:class:`_Band`) each of some segments has computed.
+    """Record of how many rows of tiles (:class:`_Band`) each segment in ``segments`` has computed.
 
     Args:
         plan: the plan of the micro-batch.
@@ -502,13 +502,13 @@ class _Fronts:
     def in_order(
         self, preferred: Iterable[int], ready: Callable[[int, _Band], bool]
     ) -> Iterator[tuple[int, _Band]]:
-        """Yield all rows of tiles of some segments as (segment, row of tiles), each when ready.
+        """Yield (segment, row of tiles) for all rows of tiles of the segments in ``preferred``.
 
-        If the next rows of tiles of several segments are ready, the segment that comes first in
-        ``preferred`` goes on.
+        Each is yielded when it is ready. If the next rows of tiles of several segments are ready,
+        the segment that comes first in ``preferred`` goes on.
 
         Args:
-            preferred: the segments, most preferred first.
+            preferred: the numbers of the segments, most preferred first.
             ready: returns True if a row of tiles of a segment can run.
         """
         left = [s for s in preferred if self.bands[s]]

@@ -92,10 +92,10 @@ class Facts:
 
     @property
     def shared(self) -> str | None:
-        """Sentence part about the first norm whose statistics several ranks would compute together.
+        """Text about the first norm whose statistics several ranks would compute together.
 
-        It is None if there is no such norm. An example is ``bn1 (batch norm) would take its
-        statistics over 4 ranks``.
+        An example is ``bn1 (batch norm) would take its statistics over 4 ranks``. None if there is
+        no such norm.
         """
         return self._first(
             lambda norm: not self.windows and self._is_active(norm) and self._ranks(norm) > 1,

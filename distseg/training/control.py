@@ -77,7 +77,7 @@ class RunControl:
         self._listening.__exit__(*error)
 
     def post(self) -> None:
-        """Start the allreduce that tells all ranks which signals came and which times are reached.
+        """Start the allreduce that tells all ranks which signals came and which time limits ended.
 
         :meth:`decision` waits for its result, so messages travel while the step is computed.
         All ranks must call it together, at the beginning of a step.

@@ -397,7 +397,7 @@ class DistributedModel(nn.Module):
             self._changes.check()
 
     def _prepared(self, image, target, criterion) -> list[list[TileBatch | LazyTileBatch]]:
-        """Check the arguments of :meth:`backward`, set the engine's loss, and return the step.
+        """Check the arguments of :meth:`backward`, set the engine's loss, and return tile batches.
 
         The result has, for each micro-batch, a list of this rank's tile batches.
         """
@@ -544,7 +544,7 @@ class DistributedModel(nn.Module):
                 )
 
     def _check(self, images: Arrays | Stacked) -> None:
-        """Refuse images of a size for which the network or the grid of tiles is not exact."""
+        """Refuse images whose size the network or the grid of tiles cannot compute exactly."""
         for size, those in images.by_size(range(len(images))):
             key = size, len(those)
             if key in self._checked:
@@ -557,9 +557,10 @@ class DistributedModel(nn.Module):
             self._checked.add(key)
 
     def _check_groups(self, images: Arrays | Stacked) -> None:
-        """Check that ranks of a group give the same images, and all groups the same number.
+        """Check that all ranks of a sample group give the same images.
 
-        All ranks must call it together. Only the numbers and sizes of images are compared.
+        All groups must give the same number of images. All ranks must call this method together.
+        Only the numbers and sizes of images are compared.
 
         Raises:
             JointFailure: numbers or sizes differ. It is raised on all ranks.
@@ -731,8 +732,8 @@ class DistributedModel(nn.Module):
         """End a backward pass: sum its gradients over the replicas, then add earlier gradients.
 
         The sum includes this rank's parts from passes in a :meth:`no_sync` block. The earlier
-        gradients are whole already, so they are added after the sum. Inside :meth:`no_sync` nothing
-        is summed. All ranks must call the method together.
+        gradients are sums over all replicas already, so they are added afterwards. Inside
+        :meth:`no_sync` nothing is summed. All ranks must call the method together.
 
         Args:
             scaled: True if the loss was scaled before the backward pass, as by a GradScaler.

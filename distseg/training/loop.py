@@ -119,8 +119,8 @@ class _Training:
     def epoch(self) -> None:
         """Run the remaining steps of the current epoch.
 
-        Then write a checkpoint and validate, each if it is due after this epoch. A validation with
-        the best score so far also writes one, so that the weights of this score are not lost. The
+        Then write a checkpoint and validate, each if it is due after this epoch. If a validation
+        has the best score so far, also write a checkpoint, so that these weights are not lost. The
         run ends after the last epoch, when its time is over, or if the score no longer improves.
         """
         run, train, number = self.run, self.config.train, self.position.epoch
@@ -286,7 +286,7 @@ class _Training:
         self.position = self.position.with_validation(number + 1, result, score_of(result))
 
     def closing(self) -> list[str]:
-        """Return the closing lines: the result, the run's folder and the next command."""
+        """Return the last lines to print: the result, the run's folder and the next command."""
         output, at = self.config.train.output, self.position
         best = find(output)
         manifest = read_run_manifest(best)
@@ -310,7 +310,7 @@ class _Training:
 
 
 def _why_finished(run: Run) -> str:
-    """Return the message of a run that goes on from a checkpoint but has nothing left to do."""
+    """Return the message that a run which goes on from a checkpoint has nothing left to do."""
     at, train = run.position, run.config.train
     if at.epoch >= train.epochs:
         return (

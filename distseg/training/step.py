@@ -415,9 +415,9 @@ class StreamingRunner:
     def needs_loss_grad_first(self, given: StreamedStep) -> bool:
         """Return True if the loss gradient is computed before the passes of :meth:`run`.
 
-        It is computed before for a linear loss, such as cross-entropy, whose loss gradient depends
-        on labels only. It is also computed before with 1f1b, by an extra forward pass for other
-        losses.
+        It is computed first for a linear loss, such as cross-entropy, whose loss gradient depends
+        on labels only. With 1f1b it is computed first for other losses too, by an extra forward
+        pass.
         """
         return self.loss.linear or self.runs_forward_twice
 
@@ -476,7 +476,7 @@ class StreamingRunner:
     def _operations(
         self, plans: list[StagePlan], places: list[list[TilePlacement]]
     ) -> list[Operation]:
-        """Return the operations of this rank in a step, without a cache.
+        """Return the operations of this rank in a step; :meth:`program` caches them.
 
         With 1F1B, forward and backward passes of tiles alternate if no norm or halo exchange
         between the stages prevents it.

@@ -107,7 +107,7 @@ class _RankMessages:
 
         Args:
             what: the name of the message.
-            prefix: the text before this name that tells the optimizer step, such as ``step 1, ``.
+            prefix: the text before this name that names the optimizer step, such as ``step 1, ``.
         """
         if self.has_loss:
             yield from collective("replicas", self.members.replicas, f"{prefix}{what}")

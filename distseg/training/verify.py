@@ -116,7 +116,7 @@ class RandomImages:
         one label per image.
 
         Args:
-            row: the position of the image in the step.
+            row: the index of the image in the step.
         """
         count, number = int(np.prod(self.size)), self.first + row
         noise = rng.uniform(rng.key(self.seed, number, "pixels"), self.channels * count)
@@ -204,7 +204,7 @@ class StoreImages:
         label per image.
 
         Args:
-            row: the position of the image in the step.
+            row: the index of the image in the step.
         """
         dims = len(self.samples[row].size)
         one = Size((1,) * dims)
@@ -520,7 +520,7 @@ class Comparison:
             wholes: all images of the step.
             outcome: the results of the step on the mesh.
             serial: the results of the serial step.
-            epoch: the epoch of the step.
+            epoch: the number of the epoch that the step belongs to.
         """
         engine, config = self.engine, self.engine.config
         step = dict(settings=self.settings, epoch=epoch, dropouts=self.dropouts)

@@ -54,7 +54,7 @@ def strong_cases(
     """Return the cases of strong scaling: the same step on different numbers of ranks.
 
     Args:
-        layout: the layout of the config. Its number of micro-batches is that of a step.
+        layout: the layout of the config, with the number of micro-batches of a whole step.
         counts: the numbers of ranks.
         axis: the axis of the mesh that grows.
         image: the size of an image.
@@ -90,7 +90,7 @@ def weak_cases(
         counts: the numbers of ranks.
         axis: the axis of the mesh that grows: samples or tiles.
         image: the size of an image in pixels; with tiles, that of a tile.
-        exchange: the value of ``spatial.exchange_every`` where there are several tiles.
+        exchange: the value of ``spatial.exchange_every`` for cases with several tiles.
     """
     found = []
     for ranks in counts:
@@ -178,13 +178,13 @@ def memory_cases(
 ) -> list[Case]:
     """Return a case for each axis of the mesh along which all ranks can split the step.
 
-    The layout of the config is a case too, if it fills the job.
+    The layout of the config is a case too, if it has as many ranks as the job.
 
     Args:
         layout: the layout of the config.
         ranks: the number of ranks of the job.
         axes: the axes to try.
-        exchange: the value of ``spatial.exchange_every`` where there are several tiles.
+        exchange: the value of ``spatial.exchange_every`` for cases with several tiles.
         image: the size of an image.
     """
     micro_batches = layout.samples * layout.micro_batches

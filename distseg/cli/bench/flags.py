@@ -127,7 +127,7 @@ def add_flags(parser, *kinds: str) -> None:
 
 
 def check_kind(kind: str, known: Sequence[str]) -> None:
-    """Refuse a word that names neither a kind of measurement nor another task of bench."""
+    """Refuse a word after ``distseg bench`` that names no kind of measurement and no other task."""
     if kind not in known:
         raise ValueError(
             f"distseg bench has no {kind!r}: choose {', '.join(known)}{did_you_mean(kind, known)}"

@@ -106,7 +106,7 @@ def grown_layout(layout: MeshLayout, ranks: int, axis: str) -> MeshLayout:
 def with_exchange(layout: MeshLayout, exchange: str) -> MeshLayout:
     """Return a layout with another value of ``spatial.exchange_every``.
 
-    A layout with one tile exchanges no halos and is returned unchanged.
+    In a layout with one tile, which exchanges no halos, the value is always ``all``.
     """
     return replace(layout, exchange=exchange if layout.tiles.volume > 1 else "all")
 

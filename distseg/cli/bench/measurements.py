@@ -49,7 +49,7 @@ class Asked:
 
     @property
     def axis(self) -> str:
-        """The axis of the mesh that grows; empty if none does."""
+        """The axis of the mesh that grows; empty if no axis grows."""
         return self.flags.get("axis", "")
 
     def say(self, world: Communicator) -> Callable[[str], None]:

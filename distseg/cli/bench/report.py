@@ -86,7 +86,7 @@ def results_in(folder: Path) -> list[Result]:
     """Return the results in a folder.
 
     Raises:
-        ValueError: the folder has no result, or a JSON file in it is damaged or something else.
+        ValueError: the folder has no result, or a JSON file in it is damaged or is no result.
     """
     if not folder.is_dir():
         raise ValueError(
@@ -102,7 +102,7 @@ def results_in(folder: Path) -> list[Result]:
 
 
 def page_of(name: str, results: Sequence[Result]) -> BenchPage:
-    """Return the content of the page about some results.
+    """Return the content of the HTML page about results of ``distseg bench``.
 
     Args:
         name: the title.

@@ -107,10 +107,10 @@ def _check_measurement(what: str, given: Any, kind: str) -> None:
 
 
 def _check_fields(what: str, given: Mapping, form: type, types: Mapping[str, Any]) -> None:
-    """Refuse an object that lacks an entry, has an unknown one, or one of another type.
+    """Refuse a JSON object with missing or unknown entries, or with an entry of a wrong type.
 
     Args:
-        what: what the object is, for the message.
+        what: the name of the object, for the message.
         given: the object.
         form: the dataclass with these entries.
         types: the type of each entry.

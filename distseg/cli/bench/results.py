@@ -82,7 +82,7 @@ class Result:
 
     Attributes:
         kind: one of ``MEASURED``.
-        axis: the axis of the mesh that grows; empty if none does.
+        axis: the axis of the mesh that grows; empty if no axis grows.
         command: the command line.
         environment: hardware and software
             (:func:`distseg.cli.bench.environment.describe_environment`).

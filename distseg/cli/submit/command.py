@@ -225,8 +225,8 @@ class _Request:
         computed later.
 
         Args:
-            flags: the flags of the settings that differ from the config file, as names and values
-                in turn, such as ``("--optim.lr", "0.01")``.
+            flags: the flags of the settings that differ from the config file, as alternating names
+                and values, such as ``("--optim.lr", "0.01")``.
         """
         asked, train, site = self.asked, self.config.train, site_of(self.asked.site)
         if not (asked.system or site.system):

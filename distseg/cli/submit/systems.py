@@ -54,8 +54,8 @@ class System:
         """Return the commands that submit a script, each as a list of words.
 
         Args:
-            script: the file.
-            entries: the number of entries of the script's array; 0 if it has no array.
+            script: the path of the script.
+            entries: the number of jobs in the script's job array; 0 if it has no job array.
         """
         if not entries:
             arrays = [[]]

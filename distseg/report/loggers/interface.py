@@ -25,7 +25,7 @@ class LoggedRun:
         resumed_step: number of finished optimizer steps of the resumed checkpoint; None for a new
             run.
         revalidates: True if the run validates again at ``resumed_step``, because the checkpoint was
-            written before that validation.
+            written before the validation of this step.
     """
 
     folder: Path

@@ -21,8 +21,8 @@ class WandbLogger:
     """Logger that shows a run on Weights & Biases.
 
     The methods are those of :class:`distseg.report.loggers.interface.Logger`. A resumed run goes on
-    with the same run of Weights & Biases. W&B does not remove the numbers of later steps than the
-    checkpoint, so these steps have two equal values.
+    with the same run of Weights & Biases. W&B does not remove the numbers of steps after the
+    checkpoint, so each of these steps has two equal values.
 
     Args:
         run: the run.

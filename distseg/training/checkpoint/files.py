@@ -107,7 +107,7 @@ def _index_in(folder: Path) -> dict:
     """Return the index of a run's checkpoints (:func:`read_index`).
 
     Raises:
-        ValueError, OSError: there is none, or it is damaged.
+        ValueError, OSError: there is no index, or it is damaged.
     """
     index = json.loads((folder / INDEX).read_text())
     if not (
@@ -185,7 +185,8 @@ def _check_keys(file: Path, found: dict, wanted: dict[str, type]) -> None:
 def digest_of(manifest: dict) -> str:
     """Return the SHA-256 of a checkpoint's manifest.
 
-    The content includes the checksums of all tensors, so it identifies the whole checkpoint.
+    The manifest includes the checksums of all tensors, so the SHA-256 identifies the whole
+    checkpoint.
     """
     return hashlib.sha256(
         json.dumps({k: v for k, v in manifest.items() if k != "digest"}, sort_keys=True).encode()

@@ -109,7 +109,7 @@ class Checkpoints(SilentCheckpoints):
         Raises:
             OSError: this or the previous checkpoint could not be written. The message names the
                 file.
-            JointFailure: the same, with several stages, on all ranks of the pipeline
+            JointFailure: with several stages, instead of OSError, on all ranks of the pipeline
                 (:func:`distseg.comm.launch.raise_jointly`).
         """
         self.flush()

@@ -348,7 +348,7 @@ def _ranks_of(mesh: DeviceMesh):
 def _check_choice(name: str, value: object, section: type, but: str | None = None) -> None:
     """Refuse a value of an option of :func:`distribute` that is not among the allowed values.
 
-    The option has the values of a setting of the config.
+    The option takes the same values as a setting of the config.
 
     Args:
         name: the name of the option and of the setting.

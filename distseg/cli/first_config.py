@@ -109,7 +109,10 @@ class Computer:
 
     @property
     def useful_ranks(self) -> int:
-        """Largest number of ranks whose share of memory is twice the memory of PyTorch or more."""
+        """Largest number of ranks for which the memory is sufficient; on GPUs the number of GPUs.
+
+        Half of a rank's memory must be at least twice the memory that PyTorch itself takes.
+        """
         if self.gpu:
             return self.ranks
         return max(1, min(self.ranks, int(_MEMORY_SHARE * self.memory / (2 * self.device.base))))

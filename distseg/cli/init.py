@@ -113,7 +113,7 @@ def this_computer() -> Computer:
 
 
 def _core() -> Machine:
-    """Return the speed of one CPU core, by the constants of :data:`CORE`.
+    """Return one CPU core as a machine of the planner, with the speeds in :data:`CORE`.
 
     The speed of messages is guessed.
     """

@@ -468,10 +468,11 @@ def text(found: dict, config_path: str) -> str:
 
 
 def _about_streaming(streamed: dict | None, seconds: float) -> list[str]:
-    """Return a line about streamed tiles, if they were considered.
+    """Return a list with a line about streamed tiles, or an empty list.
 
     Args:
-        streamed: the prediction (``streamed`` of :attr:`PlannedLayouts.facts`).
+        streamed: the prediction (``streamed`` of :attr:`PlannedLayouts.facts`); None if streamed
+            tiles were not considered, for which the list is empty.
         seconds: the seconds of a step in the first layout, which does not fit the memory limit.
     """
     if streamed is None:

@@ -86,7 +86,7 @@ def _torch_world() -> Communicator:
 def leave() -> None:
     """Wait until all ranks have finished their work, if torch.distributed connects them.
 
-    The wait prevents that a rank closes its connections while another rank still reads from them.
+    Without the wait, a rank could close its connections while another rank still reads from them.
     With any other transport the function does nothing. All ranks must call it together.
     """
     if _world is not None and _world.transport == "torch":

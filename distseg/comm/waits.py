@@ -265,7 +265,7 @@ class Ranks:
         return self._reported(found) if name in _BLOCKING else found
 
     def _reported(self, call: Callable) -> Callable:
-        """Return a function that calls ``call`` and meanwhile reports to the guardian a wait."""
+        """Return a function that calls ``call`` and tells the guardian that this rank waits."""
 
         @wraps(call)
         def reported(*args, **kwargs):

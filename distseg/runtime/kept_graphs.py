@@ -30,7 +30,7 @@ class Weighed(NamedTuple):
 def keeping(
     program: Sequence[Operation], weigh: Callable[[TileOperation], Weighed], budget: float
 ) -> list[Operation]:
-    """Return ``program``, in which tiles keep their autograd graphs as long as ``budget`` allows.
+    """Return ``program``, changed so that tiles keep their autograd graphs if ``budget`` allows.
 
     A tile whose graph is kept is computed once, any other tile twice. Tiles are considered in
     order. At every operation the kept graphs and the current tile together fit into ``budget``.
@@ -56,7 +56,7 @@ def keeping(
 
 
 def keeping_all(program: Sequence[Operation]) -> list[Operation]:
-    """Return ``program``, in which all tiles keep their graphs from forward to backward pass."""
+    """Return ``program``, changed so that all tiles keep their graphs until the backward pass."""
     return [replace(op, kept=True) if isinstance(op, KeptTile) else op for op in program]
 
 

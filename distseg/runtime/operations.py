@@ -256,7 +256,10 @@ class FinalizeStatistics(MapOperation):
 
 
 class ApplyStatisticsGrad(MapOperation):
-    """Addition of the gradient through norms' statistics to a feature map's stored gradient."""
+    """Addition of the gradient through norms' statistics to a feature map's stored gradient.
+
+    The statistics of a norm depend on all cells of the feature map that the norm reads.
+    """
 
     verb = "apply"
 

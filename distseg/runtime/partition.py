@@ -170,7 +170,7 @@ class Partition:
 
 
 class Partitioner:
-    """Makes many partitions of one list of layer calls, such as for different balances.
+    """Maker of many partitions of one list of layer calls, such as for different balances.
 
     Args:
         calls: the layer calls of the model.

@@ -276,11 +276,10 @@ class StreamingExecutor:
         )
 
     def keeping(self, program: Sequence[Operation], plans: Sequence[StagePlan]) -> list[Operation]:
-        """Return ``program``, in which as many tiles keep their graphs as the budget allows.
+        """Return ``program``, changed so that as many tiles keep their graphs as the budget allows.
 
-        A tile whose autograd graph is kept is computed once, any other tile twice.
-
-        All tiles keep their graphs if the executor has no budget.
+        A tile whose autograd graph is kept is computed once, any other tile twice. All tiles keep
+        their graphs if the executor has no budget.
 
         Args:
             program: the operations of a step.

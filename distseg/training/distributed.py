@@ -151,19 +151,19 @@ class DistributedModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this rank with their names and order in the user's module."""
+        """Yield this rank's (name, parameter) pairs, named and ordered as in the user's module."""
         for name, p in self._named(self.network.named_parameters("", recurse, remove_duplicate)):
             yield f"{prefix}.{name}" if prefix else name, p
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of this rank with their names and order in the user's module."""
+        """Yield this rank's (name, buffer) pairs, named and ordered as in the user's module."""
         for name, b in self._named(self.network.named_buffers("", recurse, remove_duplicate)):
             yield f"{prefix}.{name}" if prefix else name, b
 
     def _named(self, found: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Return tensors of the network with their names and order in the user's module.
+        """Return (name, tensor) pairs of the network, named and ordered as in the user's module.
 
         Args:
             found: (name, tensor) pairs, with the names of the captured network.

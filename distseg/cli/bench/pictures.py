@@ -33,7 +33,7 @@ def draw_result(result: Result, path: Path) -> None:
 
 
 def scaling_points(measurements: Sequence[Measurement]) -> list[dict]:
-    """Return the points of :func:`plot_scaling` for the measured and the predicted speed-up."""
+    """Return the measured and the predicted speed-ups as points for :func:`plot_scaling`."""
     ordered = sorted(measurements, key=lambda one: one.ranks)
     first, points = ordered[0], []
     for one in ordered:

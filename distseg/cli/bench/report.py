@@ -154,7 +154,7 @@ def part_of(study: Study) -> StudyPart:
 
 
 def facts_text(result: Result) -> str:
-    """Return a sentence about what was measured, such as precision and repeats, for one study."""
+    """Return a sentence about what was measured: network, data, image size, precision, repeats."""
     first = result.measurements[0]
     found = [network_text(result), result.data, f"images of {first.image}", result.precision]
     found.append(f"{many(result.repeats, 'repeat')} after {many(result.warmup, 'step')}")

@@ -50,7 +50,8 @@ class CsvLogger:
 def _up_to(last: int) -> Callable[[dict], bool]:
     """Return a function that returns True for rows of a table up to step ``last``.
 
-    It returns False for rows whose step is cut off.
+    It returns False for later rows, and for a row whose step is not a whole number, as in a line
+    that was cut off.
     """
     return lambda row: str(row["step"]).isdecimal() and int(row["step"]) <= last
 

@@ -26,12 +26,12 @@ StageBytes = Callable[[int, int, int], float]
 def fastest_split(
     seconds: np.ndarray, stages: int, bytes_of: StageBytes | None = None, limit: float | None = None
 ) -> list[int]:
-    """Return numbers of layers per stage that make the slowest stage as fast as possible.
+    """Return how many layers each stage has if the slowest stage is as fast as possible.
 
     If several splits are equally fast, the one with the smallest sum of squared seconds is taken.
 
     Args:
-        seconds: (n + 1, n + 1), seconds of layers a..b-1 in ``seconds[a, b]``; or
+        seconds: (n + 1, n + 1) for n layers, the seconds of layers a..b-1 in ``seconds[a, b]``; or
             (S, n + 1, n + 1) if they depend on the stage. Only entries with a < b are read.
         stages: S, the number of stages.
         bytes_of: the bytes that a stage takes. It is called only if ``limit`` is given.
@@ -55,10 +55,10 @@ def fastest_split(
 
 
 def _least_limit(seconds: np.ndarray, stages: int, bytes_of: StageBytes, limit: float) -> float:
-    """Return the smallest memory limit that a split fits, up to ``_NEAR``.
+    """Return the smallest memory limit that some split fits, with a relative error of ``_NEAR``.
 
     Args:
-        seconds: the seconds of stages.
+        seconds: the seconds of possible stages, as in :func:`fastest_split`.
         stages: the number of stages.
         bytes_of: the bytes that a stage takes.
         limit: a limit that no split fits.
@@ -75,7 +75,7 @@ def _least_limit(seconds: np.ndarray, stages: int, bytes_of: StageBytes, limit: 
 
 
 def _most_bytes(balance: Sequence[int], bytes_of: StageBytes) -> float:
-    """Return the bytes of the stage that takes the most."""
+    """Return the bytes of the stage of a split that takes the most memory."""
     starts = starts_of(balance)
     return max(bytes_of(s, a, a + n) for s, (a, n) in enumerate(zip(starts, balance)))
 
@@ -91,20 +91,20 @@ def split_within(
     least: np.ndarray | None = None,
     fastest: list[int] | None = None,
 ) -> list[int] | None:
-    """Return the split of :func:`fastest_split`, or None if no split fits.
+    """Return the split of :func:`fastest_split`, or None if no split fits the limit.
 
-    The search finds the fastest split, asks for the bytes of its stages, and excludes those that
-    do not fit, until the stages of a split fit. If a stage does not fit, no stage that has its
-    layers and more is tried in its place. So bytes are computed for few stages, not for all
-    possible ones.
+    The search finds the fastest split, computes the bytes of its stages, and excludes stages that
+    do not fit. It repeats this until all stages of the split fit. With a stage that does not fit,
+    all stages that contain the same layers and more are excluded. So bytes are computed only for
+    few of the possible stages.
 
     Args:
         seconds: (n + 1, n + 1) or (S, n + 1, n + 1), as in :func:`fastest_split`.
         stages: S, the number of stages.
         bytes_of: the bytes that a stage takes; None without a limit.
         limit: bytes that a stage may take.
-        least: (S, n + 1, n + 1), lower bounds of the bytes that stages take, if they are known.
-        fastest: the fastest split without a limit, if it is known.
+        least: (S, n + 1, n + 1), lower bounds of the bytes that stages take; None if not known.
+        fastest: the fastest split without a limit; None if not known.
     """
     found = fastest or _fastest_allowed(seconds, stages, None)
     if bytes_of is None:
@@ -129,14 +129,16 @@ def split_within(
 def _smallest_above(
     bytes_of: Callable[[int, int], float], a: int, b: int, limit: float, least: np.ndarray
 ) -> tuple[int, int]:
-    """Return a smallest part of layers a..b-1 that takes more than ``limit`` bytes, as (a, b).
+    """Return a part of layers a..b-1 that takes more than ``limit`` bytes, as (a, b).
+
+    The part is as small as possible: without its first or its last layer it fits the limit.
 
     Args:
         bytes_of: the bytes of a stage with layers a..b-1, which is more than ``limit``.
-        a, b: the layers.
+        a, b: the first layer of the stage, and the layer after its last one.
         limit: the limit in bytes.
-        least: (n + 1, n + 1), about proportional to the bytes. If it is exact, few calls of
-            ``bytes_of`` are needed.
+        least: (n + 1, n + 1), about proportional to the bytes of stages. The better it is, the
+            fewer calls of ``bytes_of`` are needed.
     """
 
     def about(limits: np.ndarray) -> int:
@@ -148,10 +150,11 @@ def _smallest_above(
 
 
 def _first(start: int, stop: int, fulfils: Callable[[int], bool], guess: int) -> int:
-    """Return the least of start, ..., stop - 1 that fulfils a condition, or ``stop``.
+    """Return the least number from ``start`` to ``stop`` - 1 that fulfils a condition.
 
-    All numbers after the result must fulfil the condition too. The search begins at a guess and
-    doubles its steps, so that few numbers are tested if the guess is close.
+    The result is ``stop`` if no number does. All numbers above the result must fulfil the condition
+    too. The search begins at ``guess`` and doubles its steps, so that few numbers are tested if the
+    guess is close.
     """
     step = 1
     at = min(max(guess, start), stop - 1)
@@ -199,7 +202,7 @@ def _possible(layers: int) -> np.ndarray:
 
 
 def _cheapest(costs: Sequence[np.ndarray], combine: Callable) -> tuple[float, list[int]]:
-    """Return the least combined cost of any split, and the number of layers per stage in it.
+    """Return the least combined cost of all splits, and the number of layers per stage for it.
 
     Args:
         costs: for each stage, (n + 1, n + 1), the cost of layers a..b-1 in entry [b, a]; infinite

@@ -40,15 +40,15 @@ _BYTES = (8, 2**10, 2**15, 2**18, 2**20, 2**23)  # sizes of the messages that ar
 def operation_rates(
     world, device: torch.device, precisions: Sequence[str], seconds: float
 ) -> tuple[Rates, int]:
-    """Measure how fast convolutions, norms and copies run, until the time is over.
+    """Measure how fast convolutions, norms and copies run, for about ``seconds`` seconds.
 
-    Cheap operations are measured first. All ranks of ``world`` must call it together.
+    Cheap operations are measured first. All ranks of ``world`` must call this function together.
 
     Args:
         world: the communicator of the ranks.
         device: the device of this rank.
         precisions: the number types to measure.
-        seconds: after about as many seconds, no further operation is measured.
+        seconds: the time after which no further operation is measured.
 
     Returns:
         The rates, and the number of operations that were left out for lack of time.
@@ -77,7 +77,17 @@ def operation_rates(
 def _operation(
     kind: str, channels: int, side: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
-    """Return a function that runs an operation once: convolutions forward and backward."""
+    """Return a function that runs an operation once on a random image.
+
+    A convolution runs forward and backward.
+
+    Args:
+        kind: the kind of operation (:mod:`distseg.planning.rates`).
+        channels: the number of channels of the image, and of a convolution's result.
+        side: the height and the width of the image.
+        dtype: the number type.
+        device: the device that computes.
+    """
     x = torch.randn(1, channels, side, side, device=device, dtype=dtype)
     if kind in TRAFFIC:
         calls = {
@@ -103,7 +113,7 @@ def _operation(
 
 
 def call_seconds(device: torch.device) -> float:
-    """Return the seconds of a layer that has nearly nothing to compute."""
+    """Return the seconds that a layer takes if it has nearly nothing to compute."""
     layer = torch.nn.Conv2d(1, 1, 1).to(device)
     x = torch.ones(1, 1, 1, 1, device=device)
 
@@ -116,9 +126,10 @@ def call_seconds(device: torch.device) -> float:
 
 
 def message_timings(world) -> tuple[Timing, ...]:
-    """Measure messages and sums of several sizes; return an empty tuple on a single rank.
+    """Measure how long messages and sums of several sizes take; on one rank return no result.
 
-    All ranks of ``world`` must call it together. In a message test each rank sends to the next one.
+    All ranks of ``world`` must call this function together. For a message, each rank sends to the
+    next rank at the same time.
 
     Args:
         world: the communicator of the ranks.
@@ -155,7 +166,11 @@ _TAG = 7
 
 
 def latency_and_link(timings: Sequence[Timing]) -> tuple[float, float]:
-    """Return the latency of the measured messages in seconds, and their bytes/s."""
+    """Return the latency in seconds and the bytes/s that follow from measured messages.
+
+    The latency is the duration of the smallest message. The bytes/s follow from the time that the
+    largest message takes in addition.
+    """
     messages = [one for one in timings if one.kind == "message"]
     small, large = min(messages, key=_size), max(messages, key=_size)
     return small.seconds, large.bytes / max(1e-9, large.seconds - small.seconds)
@@ -166,7 +181,12 @@ def _size(timing: Timing) -> float:
 
 
 def typical(rates: Rates, name: str, precision: str) -> float:
-    """Return the rate that a profile gives as its single number ``arithmetic`` or ``traffic``.
+    """Return the one measured rate that a profile states as ``arithmetic`` or as ``traffic``.
+
+    Args:
+        rates: the measured rates.
+        name: ``arithmetic`` or ``traffic``.
+        precision: the number type.
 
     Raises:
         ValueError: no operation of this kind was measured.

@@ -70,7 +70,7 @@ class Cluster:
         return tuple(links)
 
     def sum_links(self, ranks: Sequence[int], whole: int) -> tuple[Link, ...]:
-        """Return the links over which a sum travels.
+        """Return the links over which the bytes of a sum over ranks travel.
 
         Args:
             ranks: the simulated ranks that take part.
@@ -86,7 +86,7 @@ class Cluster:
         )
 
     def sum_cost(self, ranks: int, size: float) -> tuple[float, float]:
-        """Return the seconds of latency and the bytes that each rank sends in a sum.
+        """Return the seconds of latency of a sum over ranks, and the bytes that each rank sends.
 
         Args:
             ranks: the number of ranks that take part.
@@ -100,7 +100,8 @@ class Cluster:
         """Return a function that returns the bytes/s of a link.
 
         Args:
-            simulated: the number of simulated ranks. They get their part of the file system.
+            simulated: the number of simulated ranks. Of the file system's bytes/s they get a share
+                in proportion to their share of all ranks.
         """
         machine = self.machine
         found = {

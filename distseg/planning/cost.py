@@ -50,7 +50,7 @@ class LayerCost:
 
 
 class Seconds(NamedTuple):
-    """Seconds of a forward and of a backward pass of each layer."""
+    """Seconds of each layer's forward pass, and of each layer's backward pass."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -63,10 +63,10 @@ class Costs:
     Attributes:
         layers: the cost of each layer.
         image: bytes of the images of a micro-batch.
-        inputs: for each layer, the tensor ids of the feature maps that it reads.
+        inputs: for each layer, the indices of the feature maps that it reads; map 0 is the image.
         source: a description of where the seconds come from, such as "modelled for v100".
         weight_bytes: bytes of a weight, a gradient, or a value of the optimizer.
-        outside: FLOPs whose shapes lie outside the measured ones, as a share of all FLOPs.
+        outside: share of the FLOPs that belong to shapes outside the range of measured shapes.
     """
 
     layers: tuple[LayerCost, ...]
@@ -165,7 +165,7 @@ def measured(model: nn.Module, size: Sequence[int], batch: int = 1, repeats: int
             measure.
         size: the size of a window in pixels.
         batch: images of a micro-batch.
-        repeats: number of runs of each layer; the fastest one counts.
+        repeats: how often each layer runs; the fastest run counts.
     """
     structure = modelled(model, size, batch)
     device = next(model.parameters()).device

@@ -73,7 +73,7 @@ def v_split(
 
 
 def _pairs(layers: int, skips: Sequence[Skip]) -> list[tuple[int, int]]:
-    """Return all pairs of cuts (a, b) such that no skip enters or leaves layers a..b-1."""
+    """Return all pairs of cuts (a, b) such that no skip enters or leaves the layers a..b-1."""
     return [
         (a, b)
         for a in range(layers)

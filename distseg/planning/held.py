@@ -22,7 +22,7 @@ from distseg.runtime.stage_program import AHEAD, recomputed
 
 @dataclass(frozen=True)
 class Policy:
-    """Schedule, recomputation and optimizer of a pipeline, on which its memory and time depend."""
+    """Schedule, recomputation and optimizer, on which the memory and time of a pipeline depend."""
 
     micro_batches: int = 1
     """Micro-batches of an optimizer step."""
@@ -50,9 +50,9 @@ class Policy:
                 )
 
     def actions(self, stage: int, stages: int) -> list[Action]:
-        """Return the actions of stage number ``stage`` of ``stages`` in a step, in order.
+        """Return the passes of stage ``stage`` of a pipeline of ``stages`` stages, in order.
 
-        The rank of the stage is assumed to have no other stage.
+        The result has all passes of a step. The rank of the stage has no other stage.
         """
         return list(SCHEDULES[self.schedule](stage, stages, self.micro_batches))
 
@@ -62,7 +62,7 @@ class Policy:
         The result is 1 without recomputation, and 2 if all micro-batches are recomputed.
 
         Args:
-            stage: the number of the stage.
+            stage: the index of the stage.
             stages: the number of stages.
         """
         if self.recompute != "except_last":
@@ -71,15 +71,18 @@ class Policy:
 
 
 class Held(NamedTuple):
-    """Numbers of micro-batches whose tensors a stage holds at one moment, by the kind of tensors.
+    """How many micro-batches have tensors on a stage at one moment, for each kind of tensors.
 
     Attributes:
-        full: micro-batches of which the stage holds all activations.
-        inputs: micro-batches of which the stage holds only the inputs, for recomputation.
-        arriving: later micro-batches whose inputs have a receive buffer already.
-        returning: micro-batches whose output gradients have a receive buffer already.
-        leaving: micro-batches without activations whose outputs the next stage has not received.
-        put_off: micro-batches whose weight gradients are still to be computed.
+        full: number of micro-batches of which the stage holds all activations.
+        inputs: number of micro-batches of which the stage holds only its inputs, for recomputation.
+        arriving: number of receive buffers that are allocated for inputs of later micro-batches.
+        returning: number of receive buffers that are allocated for gradients of the stage's
+            outputs.
+        leaving: number of micro-batches whose outputs the next stage has not received yet, and of
+            which this stage holds no activations.
+        put_off: number of micro-batches whose backward pass is done, but whose weight gradients are
+            still to be computed.
         backward: True if a backward pass is in progress.
         passing: True if a forward pass is in progress whose activations are not kept.
     """
@@ -95,16 +98,16 @@ class Held(NamedTuple):
 
 
 def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
-    """Return the numbers of micro-batches that a stage holds in memory during the passes of a step.
+    """Return how many micro-batches a stage holds in memory during each pass of a step.
 
     Each forward, recomputed or backward pass gives one :class:`Held`; equal ones are returned once.
     The peak memory of the stage is the largest that follows from any of them
-    (:mod:`distseg.planning.stage_memory`). All stages are assumed to have about the same speed.
-    Then the next stage lags behind by as many micro-batches as there are stages after it, but by at
-    least one. Receives are posted ``AHEAD`` passes early.
+    (:mod:`distseg.planning.stage_memory`). All stages are assumed to be about equally fast. So the
+    next stage is behind this stage by max(1, stages - 2 - stage) micro-batches. Buffers of received
+    messages are allocated ``AHEAD`` passes early.
 
     Args:
-        stage: the number of the stage.
+        stage: the index of the stage.
         stages: the number of stages.
         policy: the schedule and recomputation.
     """
@@ -152,12 +155,12 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
 
 
 def largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]:
-    """Return the results of :func:`holdings` that can have the peak memory.
+    """Return those results of :func:`holdings` that may be the moment of peak memory.
 
-    A :class:`Held` is left out if another one holds at least as many tensors of every kind.
+    A :class:`Held` is left out if another one has at least as many micro-batches of every kind.
 
     Args:
-        stage: the number of the stage.
+        stage: the index of the stage.
         stages: the number of stages.
         policy: the schedule and recomputation.
     """

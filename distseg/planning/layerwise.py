@@ -28,7 +28,7 @@ class Alone:
         inputs: the layer's inputs. The constructor detaches them.
         image: the index of the network's image among the inputs, or None if the layer does not read
             the image. The image needs no gradient.
-        readers: the number of layers that read the result.
+        readers: the number of layers that read the result. Each of them gives a gradient.
     """
 
     def __init__(self, layer: nn.Module, inputs: Sequence[Tensor], image: int | None, readers: int):
@@ -79,7 +79,7 @@ class _Alias(torch.autograd.Function):
 
 
 def alone(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Alone]]:
-    """Yield each layer's name and the layer with its inputs, in the order of the forward pass.
+    """Yield the name of each layer, and the layer with its inputs, in the order of a forward pass.
 
     The caller must run the layer's forward pass before it asks for the next layer.
 
@@ -105,7 +105,7 @@ def alone(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Alone]]:
 
 
 class Numbers:
-    """Registry that numbers tensor storages in the order of their first appearance.
+    """Registry that gives tensor storages numbers, in the order in which it first sees them.
 
     Args:
         model: the model whose parameters and buffers :meth:`is_weight` recognises.

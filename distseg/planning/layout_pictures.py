@@ -21,8 +21,9 @@ def plot_layouts(
 ) -> None:
     """Draw a point for each layout at its memory and its time, coloured by its family.
 
-    A family is a set of mesh axes that are split. A line in steps leads along the front: the
-    fastest layouts within their memory. The fastest layout within the limit has a ring.
+    A family is a set of mesh axes that are split. A stepped line connects the front: each layout
+    that is the fastest of those that take no more memory. The fastest layout within the limit has a
+    ring.
 
     Args:
         layouts: the layouts.
@@ -57,5 +58,5 @@ def plot_layouts(
 
 
 def _points(found: Sequence[Prediction], steps: int | None) -> tuple[list[float], list[float]]:
-    """Return the memory in GB and the seconds of each layout."""
+    """Return the memory in GB of each layout, and the seconds of a step or an epoch in it."""
     return [one.memory / 1e9 for one in found], [(steps or 1) * one.seconds for one in found]

@@ -53,22 +53,25 @@ _TABLES = 4
 class LayerTensors:
     """Tensors that one layer makes and keeps for a micro-batch of whole images.
 
-    Tensors have the numbers of :class:`NetworkTensors`.
+    The number of a tensor is its index in :attr:`NetworkTensors.sizes`.
 
     Attributes:
-        inputs: the numbers of the tensors that it reads.
-        result: the number of its result, which is that of an input if the layer overwrites or
-            returns this input.
-        kept: the numbers of the tensors that autograd keeps for it, without parameters.
-        forward: bytes of tensors that live only inside its forward pass.
-        backward: bytes of tensors that live only inside its backward pass, gradients of weights
-            included, but not the gradients of its result and of its inputs.
-        views: the places of the inputs whose gradients lie in the memory of its result's gradient.
-        noted: bytes of statistics that it notes for the update of its running statistics.
-        buffers: bytes of its buffers, and of the optimizer's counts of steps of its parameters.
-        parameters: the number of its parameters.
+        inputs: the numbers of the tensors that the layer reads.
+        result: the number of the layer's result. A layer that overwrites or returns an input has
+            the number of this input here.
+        kept: the numbers of the tensors that autograd keeps for the layer's backward pass, without
+            parameters.
+        forward: bytes of tensors that live only inside the layer's forward pass.
+        backward: bytes of tensors that live only inside the layer's backward pass. Gradients of
+            weights are included, gradients of the layer's result and inputs are not.
+        views: the positions in ``inputs`` of the inputs whose gradients are views of the gradient
+            of the layer's result.
+        noted: bytes of batch statistics that a norm stores until it updates its running statistics.
+        buffers: bytes of the layer's buffers, and of the counts of steps that the optimizer keeps
+            for the layer's parameters.
+        parameters: the number of the layer's parameters.
         fuses: True if the layer and its halo exchange are one autograd function, whose backward
-            pass postpones the gradients of weights (:mod:`distseg.layers.conv`).
+            pass computes the gradients of weights later (:mod:`distseg.layers.conv`).
         convolves: True if the layer has convolutions, whose weight gradients ZB-H1 postpones.
     """
 
@@ -86,14 +89,14 @@ class LayerTensors:
 
 
 class LossTensors(NamedTuple):
-    """Bytes of tensors of the loss for a micro-batch of whole images.
+    """Bytes of the tensors that the loss makes for a micro-batch of whole images.
 
     Attributes:
-        kept: bytes that autograd keeps for it.
-        forward: bytes at the peak of its forward pass, without the network's result.
-        backward: bytes at the peak of its backward pass, the gradient of the network's result
-            included, besides the kept ones.
-        row: bytes of the tables of partial sums, for each image of a step.
+        kept: bytes of the tensors that autograd keeps for the backward pass of the loss.
+        forward: bytes at the peak of the forward pass of the loss, without the network's result.
+        backward: bytes at the peak of the backward pass of the loss, without the kept tensors. The
+            gradient of the network's result is included.
+        row: bytes that the tables of partial sums of the loss have for each image of a step.
     """
 
     kept: int
@@ -109,13 +112,14 @@ class NetworkTensors:
     Attributes:
         layers: the tensors of each layer.
         reads: for each layer, the numbers of the feature maps that it reads.
-        sizes: bytes of each tensor, by its number. Number 0 is the image.
-        owners: for each tensor, the number of the feature map with which it grows, or None if its
-            size does not depend on that of the image.
+        sizes: bytes of each tensor. The index of a tensor is its number; tensor 0 is the image.
+        owners: for each tensor, the number of the feature map whose cells its size is proportional
+            to, or None if its size does not depend on the size of the image.
         loss: the tensors of the loss.
-        pixels: bytes of the images as they are given to the network, and of their labels.
-        weight_bytes: bytes of a weight, a gradient, or a value of the optimizer.
-        cast_bytes: bytes of a weight's copy in the number type of the layers; 0 without copies.
+        pixels: bytes of the images of a micro-batch, and bytes of their labels. The images include
+            their copy in channels_last, if this is the memory format.
+        weight_bytes: bytes of a weight, of its gradient, or of a value that the optimizer keeps.
+        cast_bytes: bytes of one weight in the copy that autocast makes (bf16 and fp16), else 0.
         images: the number of images of a micro-batch.
     """
 
@@ -130,16 +134,16 @@ class NetworkTensors:
     images: int
 
     def of_map(self, source: int) -> int:
-        """Return the number of the tensor that holds feature map ``source``; 0 is the image."""
+        """Return the number of the tensor that holds feature map ``source``; map 0 is the image."""
         return self.layers[source - 1].result if source else 0
 
     def least_of_stages(self, tile: TileSizes) -> StageTensors:
-        """Return lower bounds of what :func:`stage_tensors` returns, for all possible stages.
+        """Return lower bounds of the results of :func:`stage_tensors`, for all possible stages.
 
-        In the backward pass of layer l, autograd keeps nothing any more for the layers behind it.
-        So a stage with layers a..b-1 takes at the peak at least the largest of these, for l from a
-        to b-1: what is held for layers a..l, the gradients of the inputs of layer l, and either the
-        gradient of its result or those of all maps that the stage has sent.
+        When the backward pass computes layer l, autograd has freed what it kept for later layers.
+        A stage with layers a..b-1 then holds at least the tensors kept for layers a..l, the
+        gradients of the inputs of layer l, and the gradient of layer l's result or of all feature
+        maps that the stage has sent. The largest sum over l is the bound of the stage's peak.
 
         Args:
             tile: the sizes of feature maps on a tile.
@@ -178,10 +182,11 @@ class NetworkTensors:
 
     @cached_property
     def _held_by_stages(self) -> tuple[_StageRanges, ...]:
-        """Tensors that stages hold after the forward pass, as inputs, received ones, and sent ones.
+        """Four lists of tensors with the possible stages that hold them.
 
-        The received and sent ones are counted for each feature map. Two feature maps may be one
-        tensor, which is held only once.
+        They list the tensors that a stage holds after its forward pass, its inputs, its received
+        feature maps, and its sent feature maps. Two feature maps may lie in one tensor. The first
+        two lists have this tensor once, the others have it once for each feature map.
         """
         layers = len(self.layers)
         full, inputs, received, sent = tables = tuple(_StageRanges(layers) for _ in range(4))
@@ -213,7 +218,9 @@ def tensors_of(
     channels_last: bool,
     loss: Criterion,
 ) -> NetworkTensors:
-    """Return the tensors of a network that is trained on whole images, from a run on meta tensors.
+    """Return the tensors of a network that is trained on whole images.
+
+    Each layer runs forward and backward on the meta device, which allocates no memory.
 
     Args:
         model: a list of layer calls, on any device. It is not changed.
@@ -288,10 +295,12 @@ def tensors_of(
 
 
 def _views(layer: nn.Module, inputs: int, channels_last: bool) -> frozenset[int]:
-    """Return the inputs of a layer whose gradients are views of the gradient of its result.
+    """Return which inputs of a layer have gradients that are views of its result's gradient.
+
+    The result is a set of positions in the list of the layer's inputs.
 
     Args:
-        layer: a layer of which PyTorch's version returns views for all inputs.
+        layer: a layer whose backward pass in PyTorch returns views as gradients of all inputs.
         inputs: the number of inputs.
         channels_last: True for the memory format channels_last, in which a concatenation copies all
             gradients but that of the first map (:mod:`distseg.layers.skip`).
@@ -302,19 +311,19 @@ def _views(layer: nn.Module, inputs: int, channels_last: bool) -> frozenset[int]
 
 
 def _key(tensor: Tensor) -> int:
-    """Return a key of the memory in which a tensor lies."""
+    """Return a key that is equal for tensors in the same storage."""
     return tensor.untyped_storage()._cdata
 
 
 def _as_run(model: nn.Module, other: nn.Module) -> nn.Module:
-    """Return the plain network with those layers changed that a rank runs in another way.
+    """Change a plain network so that it makes the same tensors as a rank's network; return it.
 
-    A layer whose work another layer does becomes an identity, and an activation overwrites its
-    input where the rank's does.
+    A layer becomes an identity if another layer does its work on a rank, such as an activation
+    that a norm computes. An activation overwrites its input if it does so on a rank.
 
     Args:
         model: the network, changed in place.
-        other: a copy of the network, changed in place.
+        other: a copy of the network, of which this function makes the rank's network.
     """
     tiled = parallelize(other, reach_for(other, True))
     for (name, layer), run in zip(list(flat_layers(model)), tiled.layers or ()):
@@ -327,7 +336,7 @@ def _as_run(model: nn.Module, other: nn.Module) -> nn.Module:
 
 
 def _of_loss(loss: Criterion, output: Tensor, precision: str) -> LossTensors:
-    """Return the bytes of the loss of all images of a micro-batch.
+    """Return the bytes of the tensors that the loss makes for all images of a micro-batch.
 
     Args:
         loss: the loss.
@@ -352,19 +361,20 @@ def _of_loss(loss: Criterion, output: Tensor, precision: str) -> LossTensors:
 
 @dataclass(frozen=True, eq=False)
 class TileSizes:
-    """Sizes of feature maps on a tile, as shares of those of the whole image.
+    """Sizes of tensors on a tile. Numbers of cells are fractions of whole feature maps.
 
     Attributes:
-        maps: for each feature map, the cells that the tile holds of it; the image comes first.
+        maps: for each feature map, the cells that the tile holds; the image comes first.
         frames: for each layer, the cells of its input with the halo that other tiles send; 0
             without an exchange before the layer.
-        read: for each layer, the cells of its input that it reads, if these are a part of what the
-            tile holds; else 0.
-        cut: for each layer, True if its result is a part of what its kernel computes.
-        between: for each layer, for each feature map that it reads, the cells of a tensor that its
-            backward pass makes for a moment if the layer reads a part of the map along two dims or
-            more: PyTorch extends the gradient to the whole map dim by dim. Else 0.
-        owned: the pixels that the tile owns.
+        read: for each layer, the cells of its input that it reads, or 0 if it reads all cells that
+            the tile holds.
+        cut: for each layer, True if its result is only a part of the tensor that its kernel makes.
+        between: for each layer, a number for each feature map that it reads: the cells of a
+            temporary tensor in the backward pass. If the layer reads a part of the map that is
+            smaller along two dims or more, PyTorch extends the gradient to the map dim by dim, and
+            makes such a tensor. Else the number is 0.
+        owned: the pixels that the tile owns, as a fraction of the image.
         buffers: bytes of the buffers of halo messages.
     """
 
@@ -378,13 +388,15 @@ class TileSizes:
 
     @classmethod
     def whole(cls, layers: int) -> TileSizes:
-        """Return the sizes of a single tile, which is the image."""
+        """Return the sizes of a tile that is the whole image, for this number of layers."""
         none = (0.0,) * layers
         return cls((1.0,) * (layers + 1), none, none, (False,) * layers, ((),) * layers, 1.0)
 
 
 class _StageRanges:
-    """List of tensors with the stages that hold them.
+    """List of tensors, with the possible stages of a network that hold each tensor.
+
+    A possible stage has layers a..b-1, for any a < b.
 
     Args:
         layers: the number of layers of the network.
@@ -397,7 +409,7 @@ class _StageRanges:
         self._signs: list[int] = []
 
     def add(self, tensor: int, first: range, stop: range) -> None:
-        """Add a tensor that every stage holds with layers a..b-1, for a in first and b in stop."""
+        """Add a tensor that stages with layers a..b-1 hold, for all a in first and b in stop."""
         for a, b, sign in (
             (first.start, stop.start, 1),
             (first.start, stop.stop, -1),
@@ -409,12 +421,12 @@ class _StageRanges:
             self._signs.append(sign)
 
     def add_first(self, tensor: int, places: Sequence[tuple[int, int]]) -> None:
-        """Add a tensor that stages hold from the first of some layers on.
+        """Add a tensor that a stage holds if it has one of some layers.
 
         Args:
             tensor: the number of the tensor.
-            places: pairs (layer, least first layer): a stage holds the tensor if it has this layer,
-                and if its first layer is not below the second number.
+            places: pairs (layer, least). A stage with layers a..b-1 holds the tensor if, for one of
+                the pairs, it has the layer and a is at least ``least``.
         """
         first, last = 0, max(layer for layer, _ in places)
         while first <= last:
@@ -427,10 +439,13 @@ class _StageRanges:
             first = stop
 
     def bytes_of(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the bytes that stages hold, (n + 1, n + 1), for layers a..b-1 in [a, b].
+        """Return the bytes of the listed tensors that each possible stage holds.
 
         Args:
-            sizes: the bytes of each tensor.
+            sizes: the bytes of each tensor of the network.
+
+        Returns:
+            (n + 1, n + 1) for n layers. Entry [a, b] belongs to a stage with layers a..b-1.
         """
         weights = sizes[self._tensors] * self._signs
         changes = np.bincount(self._corners, weights, self._side**2)
@@ -443,10 +458,11 @@ Bytes = float | np.ndarray
 class StageTensors(NamedTuple):
     """Bytes of tensors of one stage on one tile, for one micro-batch.
 
-    Of many stages, each attribute is an array.
+    For all possible stages at once, each attribute is an array
+    (:meth:`NetworkTensors.least_of_stages`).
 
     Attributes:
-        full: bytes between the forward and the backward pass.
+        full: bytes that the stage holds between its forward and its backward pass.
         inputs: bytes of the stage's inputs, which are held until the backward pass.
         received: bytes of the tensors that the stage receives from others in the forward pass.
         sent: bytes of the tensors that the stage sends to others in the forward pass.
@@ -454,8 +470,8 @@ class StageTensors(NamedTuple):
         passing: bytes at the peak of a forward pass that keeps nothing, beyond ``inputs``; 0 if
             there is no such pass.
         working: bytes at the peak of a backward pass, beyond ``full``; at least ``building``.
-        put_off: bytes that are held until the weight gradients are computed, if a schedule
-            postpones them.
+        put_off: bytes that are held after the backward pass until the weight gradients are
+            computed, if the schedule computes them later (ZB-H1).
     """
 
     full: Bytes
@@ -468,7 +484,11 @@ class StageTensors(NamedTuple):
     put_off: Bytes
 
     def load(self, held: Held) -> Bytes:
-        """Return the bytes of all micro-batches of which a stage holds tensors at one moment."""
+        """Return the bytes that a stage holds at one moment, over all micro-batches.
+
+        Args:
+            held: the numbers of micro-batches at that moment, by the kind of their tensors.
+        """
         found = held.full * self.full + held.inputs * self.inputs + held.arriving * self.received
         found += (held.returning + held.leaving) * self.sent + held.put_off * self.put_off
         found += self.passing if held.passing else 0.0
@@ -486,16 +506,16 @@ def stage_tensors(
     apart: bool,
     repeats: bool = False,
 ) -> StageTensors:
-    """Return the bytes that a stage holds for a micro-batch.
+    """Return the bytes of the tensors of a stage on a tile, for one micro-batch.
 
     Args:
         network: the tensors of the network.
         tile: the sizes of feature maps on the tile.
         layers: the layers of the stage.
-        incoming: the feature maps that the stage receives from other stages.
-        outgoing: the feature maps that it sends to other stages.
+        incoming: the numbers of the feature maps that the stage receives from other stages.
+        outgoing: the numbers of the feature maps that the stage sends to other stages.
         apart: True for a schedule that computes weight gradients later (ZB-H1).
-        repeats: True if forward passes are repeated, so that the first one may keep nothing.
+        repeats: True if activations are recomputed, so that a first forward pass keeps nothing.
     """
     walk = _Walk(network, tile, layers, incoming, outgoing)
     inputs = walk.bytes
@@ -518,9 +538,9 @@ def stage_tensors(
 
 
 class _Walk:
-    """Tensors that are alive while a stage computes a micro-batch.
+    """Simulation of a stage's passes for a micro-batch, which counts the bytes of live tensors.
 
-    A tensor has a key and a number of holders, and lives as long as it has one.
+    Each tensor has a key and a number of holders. It is freed when its last holder drops it.
     """
 
     def __init__(
@@ -545,14 +565,15 @@ class _Walk:
             self._hold(network.of_map(source), self._size(network.of_map(source)))
 
     def size_of_map(self, source: int) -> float:
-        """Return the bytes of a feature map on the tile."""
+        """Return the bytes of feature map ``source`` on the tile."""
         return self.network.sizes[self.network.of_map(source)] * self.tile.maps[source]
 
     def _size(self, number: int) -> float:
         """Return the bytes of tensor ``number`` on the tile.
 
-        The images of all micro-batches are counted together. Only a copy of them in another number
-        type is made and freed with the micro-batch.
+        The image (tensor 0) counts 0 bytes, because the images of all micro-batches are counted
+        elsewhere. It counts only with autocast, which copies the images of a micro-batch to another
+        number type.
         """
         if number == 0 and not self.network.cast_bytes:
             return 0.0
@@ -569,7 +590,7 @@ class _Walk:
         return key
 
     def _note(self, more: float = 0.0) -> None:
-        """Count ``more`` bytes for a moment."""
+        """Raise the peak to the bytes alive now, plus ``more`` bytes that live for a moment."""
         if self.bytes + more > self.peak:
             self.peak = self.bytes + more
 
@@ -579,16 +600,16 @@ class _Walk:
             self.bytes -= self._sizes[key]
 
     def _new(self, size: float) -> Hashable:
-        """Make a gradient of ``size`` bytes, and return its key."""
+        """Add a gradient of ``size`` bytes to the live tensors, and return its key."""
         self._made += 1
         return self._hold(("gradient", self._made), size)
 
     def _frame(self, number: int) -> float:
-        """Return the bytes of a layer's input with the halo that other tiles send, or 0."""
+        """Return the bytes of layer ``number``'s input with its halo; 0 without a halo exchange."""
         return self.network.sizes[self.network.layers[number].inputs[0]] * self.tile.frames[number]
 
     def kept(self, number: int) -> list[tuple[Hashable, float]]:
-        """Return the keys and bytes of the tensors that autograd keeps for a layer."""
+        """Return (key, bytes) of each tensor that autograd keeps for layer ``number``."""
         layer, frame = self.network.layers[number], self._frame(number)
         found: list[tuple[Hashable, float]] = []
         if self.network.cast_bytes and layer.convolves and layer.parameters:
@@ -601,7 +622,7 @@ class _Walk:
         return found
 
     def forward(self, keep: bool) -> float:
-        """Run the forward pass; return the bytes at its peak.
+        """Simulate the forward pass; return the bytes of live tensors at its peak.
 
         Args:
             keep: True if autograd keeps tensors for a backward pass.
@@ -634,7 +655,7 @@ class _Walk:
         return self.peak
 
     def backward(self, apart: bool) -> float:
-        """Run the backward pass; return the bytes at its peak.
+        """Simulate the backward pass; return the bytes of live tensors at its peak.
 
         Args:
             apart: True if the weight gradients of all convolutions are postponed to a later pass.
@@ -679,13 +700,26 @@ class _Walk:
         return self.peak
 
     def _end(self, keys: list[Hashable], weights: float) -> None:
-        """Compute a postponed gradient of weights, and free the tensors that it needs."""
+        """Count a postponed weight gradient for a moment, and free the tensors that it needs.
+
+        Args:
+            keys: the tensors from which the gradient is computed.
+            weights: bytes of the gradient.
+        """
         self._note(weights)
         for key in keys:
             self._drop(key)
 
     def _gradients(self, number: int, gradient: Hashable) -> list[Hashable]:
-        """Make the gradients of a layer's inputs; return their keys."""
+        """Add the gradients of the inputs of layer ``number`` to the live tensors.
+
+        Args:
+            number: the index of the layer.
+            gradient: the key of the gradient of the layer's result.
+
+        Returns:
+            A key for each input. It is ``gradient`` if the input's gradient is a view of that.
+        """
         network, layer, frame = self.network, self.network.layers[number], self._frame(number)
         found = []
         for place, source in enumerate(network.reads[number]):
@@ -707,10 +741,10 @@ class _Walk:
         return found
 
     def _shared_with_input(self, number: int, source: int) -> bool:
-        """Return True if a layer's only gradient of an input of the stage belongs to others too.
+        """Return True if PyTorch copies the gradient that a layer gives to an input of the stage.
 
-        A sum gives all its terms the same gradient. PyTorch copies it for an input of the stage,
-        because that gradient must be its own.
+        A sum gives all its terms the same gradient tensor. An input of the stage needs a gradient
+        tensor of its own, so PyTorch copies the gradient if no other layer adds to it.
         """
         network = self.network
         reads, sizes = network.reads, network.sizes
@@ -719,7 +753,15 @@ class _Walk:
         return source in self.incoming and len(reads[number]) > 1 and whole and readers == 1
 
     def _add(self, pending: dict[int, Hashable], source: int, made: Hashable) -> None:
-        """Add a gradient of a feature map to the one that another reader of the map has given."""
+        """Add a gradient of a feature map to the gradients that wait for their layers.
+
+        If another reader of the map has given a gradient, both are replaced by their sum.
+
+        Args:
+            pending: for each feature map, the key of its gradient.
+            source: the number of the feature map.
+            made: the key of the new gradient.
+        """
         if source not in pending:
             pending[source] = made
             return

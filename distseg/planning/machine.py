@@ -44,8 +44,8 @@ class Machine:
         base: bytes that a process takes besides its tensors, for libraries, workspaces and
             communicators.
         ranks: number of ranks of a node.
-        spread: bytes that a process takes for a byte of activations. It is above 1, because kernels
-            need scratch memory and freed blocks leave gaps.
+        spread: bytes of memory that a process takes for each byte of activations. It is above 1,
+            because kernels need scratch memory and freed blocks leave gaps.
         precision: the number type of ``arithmetic``, and of training with ``train.precision`` auto.
         rates: measured rates of operations; empty if there is only ``arithmetic``.
         timings: measured seconds of messages in a node; empty if there are only ``latency`` and
@@ -78,7 +78,7 @@ class Machine:
 
     @cached_property
     def _curves(self) -> dict[tuple[str, int], Curve]:
-        """Measured seconds by size, for each kind of message and number of ranks."""
+        """Measured seconds as a function of size, for each (kind of message, number of ranks)."""
         points: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for one in self.timings:
             points.setdefault((one.kind, one.ranks), []).append((one.bytes, one.seconds))
@@ -86,7 +86,7 @@ class Machine:
 
     @property
     def guesses(self) -> list[str]:
-        """Names of the numbers that nobody measured and no data sheet states."""
+        """Names of the numbers that are guesses: neither measured nor from a data sheet."""
         return [name for name, kind in self.kinds.items() if kind == "guess"]
 
     def changed(self, name: str, factor: float) -> Machine:
@@ -111,9 +111,10 @@ class Machine:
         return count * self.latency + size / speed
 
     def sum(self, ranks: int, size: float) -> float:
-        """Return the seconds of the sum of ``size`` bytes over ``ranks`` ranks.
+        """Return the seconds of an all-reduce (sum) of ``size`` bytes over ``ranks`` ranks.
 
-        They are measured ones for a measured number of ranks, else those of a ring all-reduce.
+        If sums over this number of ranks were measured, the seconds follow from the measurement,
+        else from the bytes that a rank of a ring all-reduce sends, and its latency.
         """
         if ranks == 1:
             return 0.0
@@ -231,7 +232,12 @@ def load_machine(name: str) -> Machine:
 
 
 def _rows(path: Path, key: str, table) -> list[Rate | Timing]:
-    """Return the rows of the table of a number.
+    """Return the rows of the table that an entry of a profile has, after checks.
+
+    Args:
+        path: the file of the profile.
+        key: the name of the entry: arithmetic, traffic or link.
+        table: the rows, as the YAML file has them.
 
     Raises:
         ValueError: a row is wrong.

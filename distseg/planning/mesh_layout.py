@@ -62,10 +62,9 @@ class MeshLayout:
         return f"{self.samples} samples x {self.tiles} tiles x {self.stages} stages"
 
     def values(self) -> dict[str, Any]:
-        """Return the values of all settings that decide about the layout, by name.
+        """Return the values of all settings that determine the layout, by name.
 
-        Settings that belong to another layout only, such as ``pipeline.balance``, get their
-        default.
+        Settings that this layout does not use, such as ``pipeline.balance``, have their defaults.
         """
         found = {
             "mesh.samples": self.samples,
@@ -122,7 +121,7 @@ class Prediction:
 
     @property
     def binds(self) -> str:
-        """The name of the largest part of the step that is not ``computing``.
+        """The name of the part of the step that takes longest apart from ``computing``.
 
         If this part is at most 2 % of the step, the name is ``computing``.
         """
@@ -143,8 +142,8 @@ class Work:
         images: number of images of a micro-batch.
         batch: number of images of a step, over all sample groups.
         reach: halo and stride of the network.
-        norms: indices of the layers with statistics over the image.
-        copies: values that the optimizer keeps per weight.
+        norms: indices of the norms that take statistics over the whole image.
+        copies: number of values that the optimizer keeps for each weight.
         loss: the loss of the training.
         step_norms: True if batch norm takes its statistics over the images of all sample groups.
         samples: number of sample groups if another number would change the result; else None.
@@ -187,5 +186,5 @@ class Work:
         return Partitioner(calls_of(self.model))
 
     def bytes_of(self, source: int) -> float:
-        """Return the bytes of a micro-batch's feature map number ``source``; map 0 is the image."""
+        """Return the bytes of feature map ``source`` of a micro-batch; map 0 is the image."""
         return self.costs.layers[source - 1].output if source else self.costs.image

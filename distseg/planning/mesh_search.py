@@ -46,14 +46,15 @@ _MOMENTS = 3 * 8
 
 @dataclass(frozen=True)
 class _LayersOnTile:
-    """Everything that the seconds of a layout's layers on its slowest tile depend on.
+    """Key for the seconds of the layers of a layout on its slowest tile.
 
-    Layouts that differ in their schedule only, or in the order of equal dims, share it.
+    The key is equal for layouts that differ only in their schedule. It is also equal for grids such
+    as 2x4 and 4x2 of a square image.
 
     Attributes:
         tile: the work of the slowest tile.
         neighbours: number of ranks that send messages to one another at the same time.
-        norm: seconds of the message of one norm in a forward or backward pass.
+        norm: seconds of the message of one norm in one pass, forward or backward.
     """
 
     tile: TileWork
@@ -63,16 +64,17 @@ class _LayersOnTile:
 
 @dataclass(frozen=True, eq=False)
 class _Stages:
-    """Layers that are cut into the stages of a layout.
+    """Split of a network into the pipeline stages of a layout, with times and memory.
 
-    Layouts that differ in the order of equal dims share one object.
+    Layouts share one object if their grids are such as 2x4 and 4x2 of a square image.
 
     Attributes:
         costs: the costs of the layers on whole images.
-        seconds: the seconds of the layers on the slowest tile, messages included.
+        seconds: the seconds of each layer on the slowest tile, messages included.
         policy: schedule, recomputation and optimizer.
         partition: the stages.
-        travels: seconds that a micro-batch's feature map travels, for each edge of the partition.
+        travels: for each edge of the partition, the seconds that a feature map of a micro-batch
+            travels from one stage to the other.
         memory: bytes that the rank with the highest peak takes.
     """
 
@@ -85,7 +87,7 @@ class _Stages:
 
     @cached_property
     def weights(self) -> int:
-        """Bytes of the weights of the stage that has the most."""
+        """Bytes of the weights of the stage that has the most weights."""
         return max(
             self.costs.weight_bytes * sum(self.costs.layers[n].parameters for n in part)
             for part in self.partition.ranges
@@ -93,7 +95,7 @@ class _Stages:
 
     @cached_property
     def least_seconds(self) -> float:
-        """Lower bound of the seconds from the first pass of these stages to the last one."""
+        """Lower bound of the seconds from the start of the first pass to the end of the last."""
         forward, backward, weight = zip(*map(self._passes, range(self.partition.stages)))
         repeated = float(self.policy.recompute == "always")
         links: dict[tuple[int, int], float] = {}
@@ -115,7 +117,11 @@ class _Stages:
         ).least
 
     def _passes(self, stage: int) -> tuple[float, float, float]:
-        """Return the seconds of a stage's forward, backward and weight pass."""
+        """Return the seconds of a stage's forward, backward and weight pass for a micro-batch.
+
+        The weight pass computes weight gradients after the backward pass. It takes 0 seconds unless
+        the schedule has such passes (ZB-H1).
+        """
         layers = self.partition.ranges[stage]
         backward, weight = sum(self.seconds.backward[layers.start : layers.stop]), 0.0
         if self.partition.stages > 1 and splits(self.policy.schedule):
@@ -126,10 +132,7 @@ class _Stages:
 
     @cached_property
     def simulated(self) -> tuple[float, float]:
-        """Seconds from the start of the first pass to the end of the last one, and of computation.
-
-        The second number is that of the rank that computes longest.
-        """
+        """Duration of all passes of a step, and the seconds that the busiest rank computes."""
         policy, seconds = self.policy, self.seconds
         if self.partition.stages == 1:
             passes = policy.forward_passes(0, 1)
@@ -139,7 +142,7 @@ class _Stages:
         return run.makespan, run.makespan * (1 - min(run.idle))
 
     def simulation(self) -> Simulation:
-        """Return the simulated passes of a step."""
+        """Return the simulated passes of a step on the ranks of one pipeline."""
         passes_of = StagePasses(
             Modelled(self.tile_costs(), 1),
             self.partition,
@@ -150,10 +153,7 @@ class _Stages:
         return passes_of.simulated(1.0, dict(zip(self.partition.edges, self.travels)).__getitem__)
 
     def tile_costs(self) -> Costs:
-        """Return the costs of the layers with the seconds on the slowest tile.
-
-        The bytes remain the bytes of whole images.
-        """
+        """Return the layers' costs: seconds on the slowest tile, but bytes of whole images."""
         layers = [
             replace(layer, forward=forward, backward=backward)
             for layer, forward, backward in zip(self.costs.layers, *self.seconds)
@@ -163,15 +163,15 @@ class _Stages:
 
 @dataclass(order=True)
 class _Candidate:
-    """Layout in the queue of the search; the least one is tried first.
+    """Layout in the queue of a search, which looks first at the one with the smallest ``least``.
 
     Attributes:
         least: lower bound of the seconds of a step.
-        place: the place of the layout in the order of :meth:`Planner.candidates`.
+        place: the index of the layout in the order of :meth:`Planner.candidates`.
         layout: the layout.
-        tile: the sizes of the slowest tile of the layout's grid, if ``least`` follows from it.
-        split: True if ``least`` follows from the fastest split into stages.
-        stages: the stages, if ``least`` follows from them.
+        tile: sizes of tensors on the slowest tile; None until ``least`` is computed from them.
+        split: True if ``least`` is computed from the fastest split into stages.
+        stages: the stages of the layout; None until ``least`` is computed from them.
     """
 
     least: float
@@ -183,12 +183,13 @@ class _Candidate:
 
 
 class _Found:
-    """Layouts that a search has found so far.
+    """Layouts that a search has found so far, by family (the set of mesh axes that are split).
 
     Attributes:
-        by_family: for each family, (prediction, place of its layout), the fastest first.
-        smallest: for each family, (bytes, seconds, place, layout, stages) of the layout that takes
-            the least memory, among the layouts that do not fit. The seconds are a lower bound.
+        by_family: for each family, its layouts that fit the memory limit, the fastest first, as
+            (prediction, index of the layout among :meth:`Planner.candidates`).
+        smallest: for each family, the layout with the least memory among those that do not fit, as
+            (bytes, lower bound of seconds, index, layout, stages).
     """
 
     def __init__(self):
@@ -197,16 +198,23 @@ class _Found:
         self._fastest = math.inf
 
     def wants(self, family: str, least: float) -> bool:
-        """Return False if a layout of ``family`` is too slow to be in the result, else True.
+        """Return True if a layout may be fast enough to be in the result of the search.
 
-        ``least`` is a lower bound of the seconds that its step takes.
+        Args:
+            family: the family of the layout.
+            least: a lower bound of the seconds that a step takes in the layout.
         """
         known = self.by_family.get(family, [])
         wanted = 1 if least > _SLOW * self._fastest else _KEPT
         return len(known) < wanted or least <= known[wanted - 1][0].seconds
 
     def add(self, prediction: Prediction, place: int) -> None:
-        """Add a layout that fits the memory limit."""
+        """Add the prediction of a layout that fits the memory limit.
+
+        Args:
+            prediction: the prediction.
+            place: the index of the layout in the order of :meth:`Planner.candidates`.
+        """
         known = self.by_family.setdefault(prediction.layout.family, [])
         known.append((prediction, place))
         known.sort(key=lambda each: (each[0].seconds, each[0].memory, each[1]))
@@ -218,7 +226,7 @@ class _Found:
         self.smallest[family] = min(one, self.smallest.get(family, one), key=lambda f: f[:3])
 
     def fastest(self) -> list[Prediction]:
-        """Return the fastest layouts of each family, the fastest of all first."""
+        """Return predictions of the fastest layouts of each family, the fastest of all first."""
         found = [
             each
             for known in self.by_family.values()
@@ -232,7 +240,7 @@ class _Found:
 def least_of_pipeline(
     layers: float, repeated: float, longest: float, stages: int, micro_batches: int, waits: bool
 ) -> float:
-    """Return a lower bound of the seconds of a step, for every cut into stages.
+    """Return a lower bound of the seconds of a step's passes, for every split into stages.
 
     Let stage s compute t_s seconds for each of m micro-batches, forward and backward. With gpipe
     and 1f1b, a step takes at least m t_s + (t_0 + ... + t_{s-1}) for each s: stage s waits for the
@@ -259,11 +267,11 @@ def least_of_pipeline(
 
 
 class Planner:
-    """Planner that predicts one step on one machine in different layouts.
+    """Planner that predicts how long a training step takes in each layout, and finds the best ones.
 
     Args:
-        work: the step.
-        machine: the machine.
+        work: the training step.
+        machine: the machine on which the ranks run.
         limit: bytes that a rank may take; the machine's memory by default.
     """
 
@@ -298,13 +306,13 @@ class Planner:
         A family is a set of mesh axes that are split (:attr:`MeshLayout.family`). The result has
         the three fastest layouts of each family that fit the memory limit. Of layouts that take
         more than 25 % longer than the fastest layout of all, it has only the fastest of a family.
-        A layout that recomputes activations is considered only if the same layout does not fit
-        without that. If no layout fits, the result has the layout of each family that takes the
-        least memory.
+        A layout that recomputes activations is considered only if the same layout without
+        recomputation does not fit. If no layout fits, the result has the layout with the least
+        memory of each family.
 
         Args:
             ranks: the number of ranks.
-            sizes: other sizes of images, which the grid of tiles must be able to cut too.
+            sizes: further sizes of images, which the grid of tiles must be able to cut too.
         """
         # A candidate returns to the queue with a better bound each time it is looked at: first the
         # bound of any tile of its size, then of its tile, of the fastest split, and of its stages.
@@ -357,13 +365,12 @@ class Planner:
     ) -> Iterator[list[Prediction]]:
         """Yield the result of :meth:`best` for smaller and smaller memory limits.
 
-        The first limit is that of this planner. Each further limit is a fifth below the memory of
-        the fastest layout within the limit before it. Results in which no layout fits are left out,
-        and end the search.
+        The first limit is that of this planner. Each further limit is 20 % below the memory of the
+        fastest layout in the result before. The search ends when no layout fits the limit.
 
         Args:
             ranks: the number of ranks.
-            sizes: other sizes of images, which the grid of tiles must be able to cut too.
+            sizes: further sizes of images, which the grid of tiles must be able to cut too.
         """
         planner = self
         while (found := planner.best(ranks, sizes)) and found[0].memory <= planner.limit:
@@ -373,13 +380,13 @@ class Planner:
     def candidates(
         self, ranks: int, sizes: Collection[tuple[int, ...]] = ()
     ) -> Iterator[MeshLayout]:
-        """Yield all layouts of ``ranks`` ranks in which the step could be computed.
+        """Yield all layouts of ``ranks`` ranks in which the step can be computed.
 
-        A layout that recomputes activations comes right after the same layout without that.
+        A layout that recomputes activations follows the same layout without recomputation.
 
         Args:
             ranks: the number of ranks.
-            sizes: other sizes of images, which the grid of tiles must be able to cut too.
+            sizes: further sizes of images, which the grid of tiles must be able to cut too.
         """
         work, micro = self.work, self.work.batch // self.work.images
         for samples in _divisors(math.gcd(ranks, micro)):
@@ -415,7 +422,7 @@ class Planner:
         )
 
     def _find_seconds_on(self, layers: _LayersOnTile) -> Seconds:
-        """Return the seconds of the layers on the slowest tile, including the time of messages."""
+        """Return the seconds of each layer on the slowest tile, including its messages."""
         besides, shares, costs = self._messages(layers), layers.tile.shares, self.work.costs
         return Seconds(
             [share * s + more for share, s, more in zip(shares, costs.forward, besides)],
@@ -423,9 +430,9 @@ class Planner:
         )
 
     def _messages(self, layers: _LayersOnTile) -> list[float]:
-        """Return the seconds that a pass of each layer takes besides its computation.
+        """Return for each layer the seconds that one pass takes besides its computation.
 
-        They are the time to call the layer, its halo messages and the statistics of its norm.
+        This time is needed to call the layer, and to send halos and the statistics of norms.
         """
         return [
             self.machine.call
@@ -437,7 +444,7 @@ class Planner:
     def least_seconds(self, layout: MeshLayout) -> float:
         """Return a lower bound of the seconds that a step takes in a layout.
 
-        The bound holds for every cut into stages (:func:`least_of_pipeline`).
+        The bound holds for every split into stages (:func:`least_of_pipeline`).
         """
         forward, backward = self._seconds_on(self._layers_on_tile(layout))
         passes = _forward_passes(layout)
@@ -445,10 +452,10 @@ class Planner:
         return self._least(layout, sum(forward), sum(backward), longest)
 
     def _least_of_any(self, layout: MeshLayout) -> float:
-        """Return a lower bound of the seconds of a step, without looking at the layout's tiles.
+        """Return a lower bound of the seconds of a step that needs no exact sizes of tiles.
 
-        It assumes that the slowest tile of the grid is as small as the smallest tile can be, and
-        that halos take no time to send.
+        The bound assumes the smallest possible size for the slowest tile of the layout's grid, and
+        that halo messages take no time.
         """
         share, layers = self.grids.least_share(layout.tiles), len(self.work.costs.layers)
         if layout.exchange == "all":
@@ -463,7 +470,10 @@ class Planner:
         )
 
     def _least_of_split(self, layout: MeshLayout) -> float:
-        """Return a lower bound of the seconds of a step from its fastest split into stages."""
+        """Return a lower bound of the seconds of a step from its fastest split into stages.
+
+        The memory limit is ignored: the slowest stage of this split bounds that of all splits.
+        """
         on_tile = self._layers_on_tile(layout)
         forward, backward = self._seconds_on(on_tile)
         _, slowest = self._fastest_split(on_tile, layout.stages, layout.recompute)
@@ -471,16 +481,17 @@ class Planner:
 
     @cached_property
     def _totals(self) -> tuple[float, float, dict[int, float]]:
-        """Seconds of all layers on a whole image, forward and backward, and of the slowest layer.
+        """Seconds for a micro-batch of whole images: forward, backward, and of the slowest layer.
 
-        Those of the slowest layer are given by the number of forward passes.
+        The first two are sums over all layers. The third is a dict, whose key is the number of
+        forward passes that the layer runs: 2 with recomputation, else 1.
         """
         costs = self.work.costs
         longest = {n: max(n * f + b for f, b in zip(costs.forward, costs.backward)) for n in (1, 2)}
         return sum(costs.forward), sum(costs.backward), longest
 
     def _least(self, layout: MeshLayout, forward: float, backward: float, longest: float) -> float:
-        """Return a lower bound of the seconds of a step.
+        """Return a lower bound of the seconds of a step, given the seconds of its passes.
 
         Args:
             layout: the layout.
@@ -499,24 +510,25 @@ class Planner:
         return _ROUNDED * (pipeline + sum(self._after(layout, self.work.costs.weight_bytes * most)))
 
     def _least_of(self, layout: MeshLayout, stages: _Stages) -> float:
-        """Return a lower bound of the seconds of a step whose stages are known."""
+        """Return a lower bound of the seconds of a step in a layout with these stages."""
         after = sum(self._after(layout, stages.weights))
         return _ROUNDED * (stages.least_seconds + after)
 
     @cached_property
     def _most_parameters(self) -> int:
-        """Number of parameters of the layer that has the most."""
+        """Number of parameters of the layer that has the most parameters."""
         return max(layer.parameters for layer in self.work.costs.layers)
 
     def _after(self, layout: MeshLayout, weights: float) -> tuple[float, float]:
-        """Return the seconds of the work at the end of a step, after the last backward pass.
-
-        These are two numbers: the seconds in which gradients are summed over all ranks that hold
-        the same weights, and the seconds in which the optimizer updates the weights.
+        """Return the seconds of the two tasks that follow the last backward pass of a step.
 
         Args:
             layout: the layout.
             weights: bytes of the weights of a stage.
+
+        Returns:
+            Seconds in which gradients are summed over all ranks that hold the same weights, and
+            seconds in which the optimizer updates the weights.
         """
         return (
             self.machine.sum(layout.samples * layout.tiles.volume, weights),
@@ -524,9 +536,10 @@ class Planner:
         )
 
     def seconds_besides_passes(self, layout: MeshLayout) -> float:
-        """Return the seconds that a step without stages takes besides its passes.
+        """Return the seconds that a step with a single stage takes besides computing its passes.
 
-        In this time the statistics of norms and the gradients are summed, and weights are updated.
+        In this time the statistics of norms and the gradients are summed over ranks, and weights
+        are updated.
         """
         weights = self.work.costs.weight_bytes * self.work.parameters
         norms = 2 * layout.micro_batches * len(self.work.norms) * self._norm_seconds(layout)
@@ -537,7 +550,7 @@ class Planner:
 
         Args:
             layout: the layout.
-            tile: the sizes of the slowest tile; by default those of the least tile of its grid.
+            tile: the sizes of tensors on the slowest tile; by default lower bounds of these sizes.
         """
         share = 1.0
         if tile is None:
@@ -548,7 +561,7 @@ class Planner:
         return Policy(layout.micro_batches, layout.schedule, layout.recompute, self.work.copies)
 
     def _layers(self, shares: Sequence[float]) -> float:
-        """Return the seconds of all layers on a tile for a micro-batch, without messages.
+        """Return the seconds that all layers take on a tile for a micro-batch, without messages.
 
         Args:
             shares: for each layer, the cells of the tile as a fraction of the whole feature map.
@@ -562,15 +575,15 @@ class Planner:
         """Return the predicted time and memory of a step in a layout.
 
         Raises:
-            ValueError: the network cannot be cut into the stages of the layout.
+            ValueError: no split of the network into the layout's stages exists or fits the limit.
         """
         return self._predicted(layout, self._cut(layout))
 
     def spans(self, layout: MeshLayout) -> list[Span]:
-        """Return the predicted spans of a step on the ranks of one pipeline, in seconds.
+        """Return the predicted timeline of a step on the ranks of one pipeline, as spans of time.
 
         Raises:
-            ValueError: the network cannot be cut into the stages of the layout.
+            ValueError: no split of the network into the layout's stages exists or fits the limit.
         """
         stages = self._cut(layout)
         found = list(stages.simulation().spans)
@@ -583,10 +596,12 @@ class Planner:
         return found
 
     def _cut(self, layout: MeshLayout) -> _Stages:
-        """Return the fastest stages for a layout, with the memory that they take.
+        """Return the fastest split into the layout's stages that fits the memory limit.
+
+        A layout with one stage has only one split, which is returned even if it does not fit.
 
         Raises:
-            ValueError: the network cannot be cut into the stages of the layout.
+            ValueError: no split of the network into the layout's stages exists or fits the limit.
         """
         found = self._cut_on(self._layers_on_tile(layout), layout.stages, self._policy(layout))
         if found is None:
@@ -597,7 +612,10 @@ class Planner:
         return found
 
     def _find_cut(self, on_tile: _LayersOnTile, stages: int, policy: Policy) -> _Stages | None:
-        """Return the fastest stages, or None if no split into stages fits the memory limit."""
+        """Return the fastest split that fits the memory limit, or None if no split fits.
+
+        A single stage is returned even if it does not fit.
+        """
         tile, balance = on_tile.tile.sizes, [len(self.work.costs.layers)]
         if stages > 1:
 
@@ -624,23 +642,27 @@ class Planner:
     def _find_fastest_split(
         self, on_tile: _LayersOnTile, stages: int, recompute: str
     ) -> tuple[list[int], float]:
-        """Return the fastest stages if memory were no limit, and the seconds of the slowest one."""
+        """Return the fastest split into stages, without a memory limit.
+
+        Returns:
+            The number of layers of each stage, and the seconds of the slowest stage.
+        """
         table = self._stage_seconds(on_tile, recompute)
         balance = split_within(table, stages)
         starts = starts_of(balance)
         return balance, max(float(table[a, a + n]) for a, n in zip(starts, balance))
 
     def _find_stage_seconds(self, on_tile: _LayersOnTile, recompute: str) -> np.ndarray:
-        """Return the seconds of layers a..b-1 as a stage, in entry [a, b].
+        """Return the seconds of all possible stages: entry [a, b] is a stage of layers a..b-1.
 
-        They are the same for all stages and schedules, because the search has no layout that
-        recomputes some micro-batches only.
+        The table (n + 1, n + 1) holds for every stage and schedule, because the search only has
+        layouts that recompute all micro-batches or none.
         """
         seconds, policy = self._seconds_on(on_tile), Policy(recompute=recompute)
         return stage_seconds(seconds, policy, 1)[0]
 
     def _predicted(self, layout: MeshLayout, found: _Stages) -> Prediction:
-        """Return the prediction for a layout whose stages are known."""
+        """Return the prediction for a layout with the stages ``found``."""
         work, machine = self.work, self.machine
         tile = self.grids.tile_work(layout.tiles, layout.exchange)
         neighbours = layout.tiles.volume * layout.stages
@@ -672,7 +694,7 @@ class Planner:
     def _norm_seconds(self, layout: MeshLayout) -> float:
         """Return the seconds that the message of one norm takes in a forward or backward pass.
 
-        They are 0 if no message is needed.
+        The result is 0 if norms need no message.
         """
         ranks = layout.tiles.volume * (layout.samples if self.work.step_norms else 1)
         if ranks == 1 or not self.work.norms:
@@ -690,7 +712,7 @@ _ROUNDED = 1 - 1e-9
 
 
 def _forward_passes(layout: MeshLayout) -> int:
-    """Return how often a layout computes the forward pass of a micro-batch."""
+    """Return how often a layout computes each forward pass: 2 with recomputation, else 1."""
     return 2 if layout.recompute == "always" else 1
 
 

@@ -58,12 +58,12 @@ def costs_of(model: nn.Module, image: Sequence[int], images: int, device: str) -
 
 
 class StagePasses:
-    """Predicted passes of a pipeline's stages.
+    """Predicted seconds of the passes of a pipeline's stages.
 
     Args:
         found: the modelled costs.
         partition: the stages.
-        orders: the actions of each rank in a step.
+        orders: for each rank, its actions (passes of micro-batches) in a step, in order.
         recompute: the value of ``pipeline.recompute``.
         pixels: the number of pixels of all windows of a micro-batch together.
     """
@@ -120,7 +120,7 @@ class StagePasses:
     def simulated(
         self, factor: float, transfer: Callable[[Edge], float] | None = None
     ) -> Simulation:
-        """Return the simulated step of one pipeline.
+        """Return the simulation of a step on the ranks of one pipeline.
 
         Args:
             factor: every pass takes this many times its predicted seconds.
@@ -166,7 +166,7 @@ def of_tiles(
         executor: the executor that runs the tiles.
         image: the size of an image in pixels.
         program: the operations of the rank in a step.
-        plans: the plan of each micro-batch.
+        plans: the stage plan of each micro-batch.
     """
     sizes, total = executor.layout(image).sizes, Counter()
 

@@ -32,7 +32,8 @@ class PipelineTimes:
         again: for each stage, the seconds of a repeated forward pass; 0 without recomputation.
         links: for each pair (source, target) of stages, the seconds in which the feature maps of a
             micro-batch travel from the source to the target.
-        returns: likewise for gradients, from the target (first) to the source of a feature map.
+        returns: for each pair (target, source) of stages, the seconds in which the gradients of
+            these feature maps travel back from the target to the source.
     """
 
     schedule: str
@@ -46,7 +47,7 @@ class PipelineTimes:
 
     @property
     def least(self) -> float:
-        """Lower bound of the seconds from the first pass to the end of the last one."""
+        """Lower bound of the seconds from the start of the first pass to the end of the last."""
         bounds = max((*self._busy(), *self._messages()))
         if self.schedule == "gpipe":
             return max((bounds, *self._two_phases()))
@@ -54,7 +55,7 @@ class PipelineTimes:
 
     @cached_property
     def _starts(self) -> list[float]:
-        """For each stage, the least seconds before its first pass."""
+        """For each stage, a lower bound of the seconds before its first pass begins."""
         found: list[float] = []
         for stage in range(len(self.forward)):
             arrivals = (
@@ -67,16 +68,16 @@ class PipelineTimes:
 
     @cached_property
     def _put_off(self) -> list[float]:
-        """For each stage, the seconds of weight gradients after its last backward pass.
+        """For each stage, the seconds of weight gradients that follow its last backward pass.
 
-        With ZB-H1, stage s then computes the weight gradients of the last s + 1 micro-batches.
+        With ZB-H1, these are the weight gradients of the last s + 1 micro-batches on stage s.
         """
         m = self.micro_batches
         return [min(m, stage + 1) * seconds for stage, seconds in enumerate(self.weight)]
 
     @cached_property
     def _ends(self) -> list[float]:
-        """For each stage, the least seconds after its last backward pass."""
+        """For each stage, a lower bound of the seconds from its last backward pass to the end."""
         found: list[float] = []
         for stage, put_off in enumerate(self._put_off):
             later = (
@@ -89,7 +90,7 @@ class PipelineTimes:
         return found
 
     def _busy(self) -> Iterator[float]:
-        """Yield bounds that hold because a stage computes all of its micro-batches itself."""
+        """Yield, for each stage, a bound of the step's seconds from all passes that it computes."""
         m = self.micro_batches
         for stage, forward in enumerate(self.forward):
             work = forward + self.again[stage] + self.backward[stage] + self.weight[stage]
@@ -97,7 +98,10 @@ class PipelineTimes:
             yield self._starts[stage] + m * work + until_end
 
     def _messages(self) -> Iterator[float]:
-        """Yield bounds that hold because messages between two stages follow one another."""
+        """Yield bounds of the step's seconds from messages between two stages.
+
+        Messages from one stage to another follow one another.
+        """
         m = self.micro_batches
         for (source, target), seconds in self.links.items():
             first = self._starts[source] + self.forward[source]
@@ -108,8 +112,9 @@ class PipelineTimes:
             yield first + m * seconds + self.backward[source] + self._ends[source]
 
     def _round_trips(self) -> Iterator[float]:
-        """Yield bounds that hold because round trips from a stage to a later one follow each other.
+        """Yield bounds of the step's seconds from round trips, for 1F1B and ZB-H1.
 
+        In a round trip a micro-batch goes from stage s to a later stage e and back.
         Stage e computes the backward pass of micro-batch i right after the forward pass of
         micro-batch i + S - 1 - e. Stage s <= e has the forward pass of micro-batch i + S - s after
         the backward pass of micro-batch i. So the round trips from stage s to stage e of every
@@ -128,18 +133,25 @@ class PipelineTimes:
 
     @cached_property
     def _links_by_target(self) -> list[tuple[int, int, float]]:
-        """(target, source, seconds) of the links, by target, so that sources come before."""
+        """Links as (target, source, seconds), sorted by target.
+
+        So all links into a stage come before the links out of it.
+        """
         return sorted((target, source, s) for (source, target), s in self.links.items())
 
     @cached_property
     def _returns_by_target(self) -> list[tuple[int, int, float]]:
-        """(target, source, seconds) of the returning gradients, in the same order."""
+        """Messages of gradients as (target, source, seconds), sorted by target.
+
+        The target is the stage that sends the gradient, as in ``returns``.
+        """
         return sorted((target, source, s) for (target, source), s in self.returns.items())
 
     def _trips(self, first: int) -> list[float]:
-        """Return the least seconds of round trips from stage ``first`` to it and each later stage.
+        """Return the least seconds of a micro-batch's way from stage ``first`` to others and back.
 
-        The number is -inf if no feature map gets there, or no gradient returns.
+        The list has a number for each stage from ``first`` on. The number is -inf if no feature map
+        gets to this stage, or no gradient returns from it.
         """
         there, back = ([-math.inf] * len(self.forward) for _ in range(2))
         there[first], back[first] = self.forward[first], self.backward[first]
@@ -150,7 +162,10 @@ class PipelineTimes:
         return [sum(each) for each in zip(there, self.again, back)][first:]
 
     def _two_phases(self) -> Iterator[float]:
-        """Yield bounds that hold because all backward passes follow all forward passes."""
+        """Yield bounds of the step's seconds for GPipe.
+
+        With GPipe, the last stage runs all forward passes before any backward pass.
+        """
         m, stages = self.micro_batches, range(len(self.forward))
         ended: list[float] = []  # the least seconds until the last forward pass of each stage ends
         for stage in stages:

@@ -24,10 +24,10 @@ _ROUNDED = 1 - 1e-9
 
 
 class RankMemory:
-    """Memory of ranks that train a network on a machine.
+    """Memory model of the processes that train a network on a machine.
 
     Args:
-        grids: the grids of tiles of the step.
+        grids: the grids of tiles of the training step.
         machine: the machine.
     """
 
@@ -37,25 +37,26 @@ class RankMemory:
         self._least_on = lru_cache(_MESHES)(self._find_least_on)
 
     def on(self, machine: Machine) -> RankMemory:
-        """Return the memory of the same ranks on another machine, with the same cached results."""
+        """Return the memory model for another machine; it shares cached results with this one."""
         other = RankMemory(self._grids, machine)
         other._on_tile = self._on_tile
         return other
 
     def least(self, stages: int, policy: Policy, tile: TileSizes, share: float = 1.0) -> float:
-        """Return a lower bound of the bytes of the rank with the highest peak.
+        """Return a lower bound of the bytes of the rank with the highest peak, for any split.
 
-        Let stage s hold L_s bytes of weights and what belongs to them, and all activations of h_s
-        micro-batches at once. If no stage takes more than M bytes, stage s has at most
-        (M - L_s) / h_s bytes of activations for a micro-batch. All stages together have A and L
-        bytes, so M is at least (A + L / max h_s) / (1/h_0 + ... + 1/h_{S-1}). Another bound is what
-        a stage takes that has only one layer, in its backward pass.
+        Let stage s hold L_s bytes of weights, gradients and optimizer state, and all activations of
+        h_s micro-batches at once. If no stage takes more than M bytes, stage s has at most
+        (M - L_s) / h_s bytes of activations for a micro-batch. Let A and L be the sums over all
+        stages of these bytes and of L_s. Then M is at least
+        (A + L / max h_s) / (1/h_0 + ... + 1/h_{S-1}). Another bound is the memory of the largest
+        single layer in its backward pass.
 
         Args:
             stages: the number of stages.
             policy: the schedule and recomputation.
             tile: the sizes of feature maps on a tile.
-            share: a factor on these sizes.
+            share: a factor by which the sizes are multiplied.
         """
         held = held_at_once(stages, policy)
         machine, bounds = self._machine, self._least_on(tile)
@@ -66,7 +67,7 @@ class RankMemory:
         return machine.base + _ROUNDED * max(whole, one)
 
     def least_of_stages(self, stages: int, policy: Policy, tile: TileSizes) -> np.ndarray:
-        """Return lower bounds of the bytes of stages, for all layers that a stage may have.
+        """Return lower bounds of the bytes of each stage, for all ranges of layers it may have.
 
         Args:
             stages: S, the number of stages.
@@ -90,26 +91,32 @@ class RankMemory:
 
     @cached_property
     def _lasting(self) -> np.ndarray:
-        """Bytes of weights, gradients and optimizer of layers a..b-1 in [a, b]."""
+        """Bytes of weights, gradients and optimizer state: entry [a, b] is for layers a..b-1."""
         network = self._grids.tensors
         weights = sums([layer.parameters for layer in network.layers])
         return (2 + self._work.copies) * network.weight_bytes * weights
 
     @cached_property
     def _buffers(self) -> np.ndarray:
-        """Bytes of buffers of layers a..b-1 in [a, b]."""
+        """Bytes of the layers' buffers: entry [a, b] is for layers a..b-1."""
         return sums([layer.buffers for layer in self._grids.tensors.layers])
 
     @cached_property
     def _noted(self) -> np.ndarray:
-        """Bytes that layers a..b-1 note for each micro-batch, in [a, b]."""
+        """Bytes of batch statistics that norms keep per micro-batch, in [a, b] of layers a..b-1."""
         return sums([layer.noted for layer in self._grids.tensors.layers])
 
     def _find_least_on(self, tile: TileSizes) -> StageTensors:
         return self._grids.tensors.least_of_stages(tile)
 
     def peak(self, partition: Partition, policy: Policy, tile: TileSizes) -> float:
-        """Return the bytes of the rank with the highest peak, if the stages have these layers."""
+        """Return the bytes of the rank with the highest peak, for a given split into stages.
+
+        Args:
+            partition: the stages.
+            policy: the schedule and recomputation.
+            tile: the sizes of feature maps on the tile.
+        """
         return max(
             self.of_stage(layers, stage, partition.stages, policy, tile)
             for stage, layers in enumerate(partition.ranges)
@@ -135,7 +142,10 @@ class RankMemory:
 
 
 def held_at_once(stages: int, policy: Policy) -> list[int]:
-    """Return the micro-batches of which each stage holds all activations at once, at most."""
+    """Return for each stage the most micro-batches whose activations it holds at the same time.
+
+    A micro-batch of which the stage holds only the inputs, for recomputation, does not count.
+    """
     m = policy.micro_batches
     if policy.recompute == "always":
         return [1] * stages

@@ -58,7 +58,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Rates:
-    """Table of rates.
+    """Table of the measured rates of operations.
 
     Attributes:
         rows: the measured rates.
@@ -74,10 +74,10 @@ class Rates:
         return (kind, precision) in self._curves
 
     def rate(self, shape: Shape, precision: str) -> tuple[float, bool] | None:
-        """Return the rate of an operation, and True if its shape lies within the measured ones.
+        """Return the rate of an operation, and True if its shape is in the range of measured ones.
 
-        A kind that was not measured in this number type has the rates of fp32, and lies outside.
-        The result is None if the kind was not measured at all.
+        For a kind of operation that was not measured in this number type, the rate in fp32 and
+        False are returned. The result is None if the kind was not measured at all.
 
         Args:
             shape: the operation.
@@ -100,7 +100,10 @@ class Rates:
 
     @cached_property
     def _curves(self) -> dict[tuple[str, str], list[tuple[float, list, list]]]:
-        """For each kind and number type, (log of channels, logs of cells, logs of rates)."""
+        """Logarithms of the measured rates, for each (kind, number type).
+
+        Each entry of a list is (log of channels, logs of cells, logs of rates).
+        """
         points: dict = {}
         for row in self.rows:
             of_kind = points.setdefault((row.kind, row.precision), {})
@@ -121,8 +124,8 @@ class Curve:
     long as that one. Above the largest one, seconds grow with the size.
 
     Args:
-        points: (bytes, seconds). A larger size never takes less time than a smaller one: what was
-            measured otherwise is replaced by the longer time.
+        points: measured (bytes, seconds). If a larger size was measured to take less time than a
+            smaller one, it is assumed to take as long as the smaller one.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]]):

@@ -42,8 +42,8 @@ class Device:
     def seconds(self, work: Work, precision: str = "fp32") -> float:
         """Return the seconds that some work takes on this device.
 
-        They are the seconds of its arithmetic or of its memory traffic, whichever take longer. If
-        the device has a table of rates, they are the sum over all kernels instead.
+        The result is the time of the arithmetic or of the memory traffic, whichever is longer. If
+        the device has a table of rates, it is the sum of the times of all kernels instead.
 
         Args:
             work: the work.
@@ -54,9 +54,9 @@ class Device:
         return sum(shape.work / self._rate(shape, precision)[0] for shape in work.shapes)
 
     def outside(self, work: Work, precision: str = "fp32") -> int:
-        """Return the FLOPs of kernels whose shapes lie outside the measured ones.
+        """Return the FLOPs of kernels whose shapes lie outside the range of measured shapes.
 
-        Without a table of rates nothing lies outside.
+        The result is 0 if the device has no table of rates.
 
         Args:
             work: the work.
@@ -71,7 +71,7 @@ class Device:
         )
 
     def _rate(self, shape: Shape, precision: str) -> tuple[float, bool]:
-        """Return a kernel's rate, and True if its shape lies within the measured ones."""
+        """Return a kernel's rate, and True if its shape is in the range of measured shapes."""
         if found := self.rates.rate(shape, precision):
             return found
         single = self.flops_per_second if shape.kind in ARITHMETIC else self.bytes_per_second
@@ -80,7 +80,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of some kernels.
+    """Arithmetic and memory traffic of some kernels.
 
     Attributes:
         flops: number of floating-point operations; a multiply-add is two.
@@ -101,7 +101,7 @@ CORE = Device("a CPU core", 90e9, 10e9)
 
 
 def modelled_device(kind: str) -> Device:
-    """Return the device by whose costs stages are balanced; ``kind`` is cpu or cuda.
+    """Return the device for which costs are modelled to balance stages; ``kind`` is cpu or cuda.
 
     The rates of this device are constants and not measured, so that ranks on different machines
     find the same stages.

@@ -35,8 +35,8 @@ class Task(NamedTuple):
         size: the number of bytes of the message, which travel after ``seconds``.
         links: the links over which the bytes travel; empty for a computation.
         rank: the rank that computes; None for a message.
-        joint: True if the task waits for these tasks in all copies of the simulated ranks
-            (:func:`replay`), as the sum of the gradients of a whole job does.
+        joint: True if the task waits for the tasks of ``after`` in all copies of the simulated
+            ranks (:func:`replay`). An example is the sum of the gradients of a whole job.
     """
 
     kind: str
@@ -50,10 +50,10 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a simulation.
+    """Times of simulated tasks, and the bytes that links carried.
 
     Attributes:
-        starts, ends: the start and the end of each task in seconds.
+        starts, ends: the start and the end of each task, in seconds since the first start.
         peaks: for each link, the most bytes/s that it carried at any moment.
         carried: for each link, the bytes that it carried.
     """
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """End of the last task."""
+        """Seconds until the last task ends."""
         return max(self.ends, default=0.0)
 
 
@@ -89,7 +89,9 @@ def simulate(tasks: Sequence[Task], capacity: Callable[[Link], float]) -> Run:
 
 
 class _Events:
-    """State of a simulation.
+    """Simulation of tasks that goes on from one event to the next.
+
+    An event is the end of a task's seconds, or the arrival of its bytes.
 
     Args:
         tasks: the tasks.
@@ -139,7 +141,16 @@ class _Events:
         heappush(self._queue, (now + self.tasks[number].seconds, number, 0))
 
     def _event(self, number: int, version: int, now: float) -> tuple[Link, ...]:
-        """Let a task's bytes start to travel, or end the task; return the links that it changes."""
+        """Let a task's bytes start to travel, or end the task.
+
+        Args:
+            number: the index of the task.
+            version: 0 if the task's seconds are over, more if its bytes have arrived.
+            now: the time in seconds.
+
+        Returns:
+            The links on which the number of travelling tasks changes.
+        """
         task = self.tasks[number]
         starts = version == 0 and task.size > 0 and task.links
         if starts:
@@ -160,7 +171,7 @@ class _Events:
         return task.links if version else ()
 
     def _share(self, changed: dict[Link, None], now: float) -> None:
-        """Share links anew among the tasks on them.
+        """Share the bytes/s of links anew among the tasks whose bytes travel on them.
 
         Args:
             changed: the links on which tasks have started or ended.
@@ -188,15 +199,16 @@ Delays = Callable[[Task, np.random.Generator, int], np.ndarray | float]
 def replay(
     tasks: Sequence[Task], run: Run, copies: int, delays: Delays, random: np.random.Generator
 ) -> float:
-    """Return the seconds of all tasks in copies of the simulated ranks, with random delays.
+    """Return the seconds until all tasks end in all copies of the simulated ranks, with delays.
 
-    A task takes as long as in the simulation, times its delay, from the end of the last task that
-    it follows. So messages keep the shares of links that they had without delays. The copies do not
-    wait for one another, except in joint tasks. Without delays the result is ``run.seconds``.
+    A task begins when all tasks that it follows have ended. It takes as long as in the simulation,
+    times a random factor. So messages keep the shares of links that they had without delays. The
+    copies do not wait for one another, except in joint tasks. Without delays the result is
+    ``run.seconds``.
 
     Args:
         tasks: the tasks.
-        run: their simulation.
+        run: the simulation of the tasks.
         copies: the number of copies.
         delays: returns the factors of a task, one for each copy or one for all.
         random: the source of random numbers.
@@ -221,13 +233,14 @@ def replay(
 
 
 def critical_path(tasks: Sequence[Task], run: Run) -> Iterator[int]:
-    """Yield the numbers of tasks that determine the total time, the last one first.
+    """Yield the indices of the tasks that determine the total time, from the last task backwards.
 
-    Each of them begins when the next one that is yielded ends, and the first one ends last.
+    The first result is the task that ends last. The previous result began when the next result
+    ended, which is the latest task that the previous result follows.
 
     Args:
         tasks: the tasks.
-        run: their simulation.
+        run: the simulation of the tasks.
     """
     number = max(range(len(tasks)), key=run.ends.__getitem__, default=None)
     while number is not None:

@@ -28,9 +28,9 @@ class StageMemory(NamedTuple):
         weights: bytes of the parameters.
         gradients: bytes of the parameters' gradients.
         optimizer: bytes of the optimizer's state.
-        images: bytes of the pixels and labels of all micro-batches.
+        images: bytes of the pixels and labels of all micro-batches of a step.
         activations: bytes of all other tensors: activations, their gradients, buffers of messages,
-            and what norms and the loss note.
+            and tables of norms and of the loss.
     """
 
     weights: float
@@ -46,7 +46,7 @@ class StageMemory(NamedTuple):
 
     @property
     def changing(self) -> float:
-        """Bytes of the tensors of a step, which live for a part of it."""
+        """Bytes of the tensors that live only for a part of a step."""
         return self.images + self.activations
 
     @property
@@ -56,7 +56,7 @@ class StageMemory(NamedTuple):
 
 
 class TileMemory:
-    """Memory model of the ranks that share one tile of the images, for any stages.
+    """Memory model of the ranks of one tile: they hold the stages of a pipeline.
 
     Args:
         network: the tensors of the network.
@@ -73,7 +73,7 @@ class TileMemory:
 
         Args:
             layers: the layers of the stage.
-            stage: the number of the stage.
+            stage: the index of the stage.
             stages: the number of stages.
             policy: the schedule, recomputation and optimizer.
         """
@@ -100,7 +100,7 @@ class TileMemory:
 
 
 def memory_of_image(network: NetworkTensors) -> StageMemory:
-    """Return the memory of one rank that computes a step of one micro-batch of whole images."""
+    """Return the memory of a single rank whose step is one micro-batch of whole images."""
     layers = range(len(network.layers))
     memory = TileMemory(network, TileSizes.whole(len(layers)), network.images)
     return memory.of_stage(layers, 0, 1, Policy())
@@ -112,7 +112,7 @@ def maps_of_stage(
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Return the numbers of the feature maps that a stage receives, and of those that it sends.
 
-    They do not depend on how the other layers are cut into stages.
+    These maps do not depend on how the other layers are cut into stages.
 
     Args:
         reads: for each layer, the numbers of the feature maps that it reads.

@@ -76,7 +76,7 @@ def plan(
         stages: the number of stages.
         policy: the schedule and recomputation.
         limit: bytes that a stage may take; None for no limit. distseg's split stays within this
-            limit. For each other split the report says whether it does.
+            limit. The report says of each other split whether it fits the limit.
         judged_by: costs by which all splits are compared; ``costs`` by default. Give the costs of a
             second measurement here, because ``costs`` favour the split that was chosen by them.
 
@@ -115,11 +115,11 @@ def plan(
 
 
 def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, list[int]]:
-    """Return other splits by name: ``even``, ``torchgpipe`` and ``paper`` (Seal et al. 2020).
+    """Return splits into stages by other methods: ``even``, ``torchgpipe`` and ``paper``.
 
-    A split is the number of layers of each stage. A split is left out if one of its stages is
-    empty. ``torchgpipe`` is left out if torchgpipe is not installed, and ``paper`` if Seal et al.
-    2020 give no split of the model into this number of stages.
+    A split is the number of layers of each stage. ``paper`` is the split of Seal et al. 2020. A
+    split is left out if one of its stages is empty, ``torchgpipe`` if that is not installed, and
+    ``paper`` if Seal et al. 2020 give no split of the model into this number of stages.
 
     Args:
         model: the name of the model.
@@ -143,13 +143,13 @@ def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, l
 def _stages(
     balance: Sequence[int], costs: Costs, bytes_of: StageBytes, seconds: np.ndarray
 ) -> list[Stage]:
-    """Return the row of each stage: its layers, parameters, seconds and memory.
+    """Return the layers, parameters, seconds and memory of each stage of a split.
 
     Args:
         balance: number of layers of each stage.
         costs: costs of the layers.
         bytes_of: the bytes that a stage takes.
-        seconds: the result of :func:`stage_seconds`.
+        seconds: the seconds of all possible stages (:func:`distseg.planning.stages.stage_seconds`).
     """
     rows = []
     for stage, (start, count) in enumerate(zip(starts_of(balance), balance)):
@@ -329,5 +329,5 @@ _MOST_PIXELS = 2**40
 
 
 def window_of(tile: Sequence[int]) -> Size:
-    """Return the size of a window, given the numbers of ``--tile``; a single one is a square."""
+    """Return the size of a window from the numbers of ``--tile``; one number means a square."""
     return Size((*tile, *tile) if len(tile) == 1 else tile)

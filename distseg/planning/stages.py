@@ -20,7 +20,7 @@ from distseg.tiling.segment import segments_of
 
 @dataclass(frozen=True)
 class Splitter:
-    """Search for the number of layers of each stage.
+    """Search for the number of layers of each pipeline stage.
 
     Attributes:
         placement: the rank of each stage.
@@ -33,7 +33,7 @@ class Splitter:
     policy: Policy
 
     def fastest(self, costs: Costs) -> list[int]:
-        """Return numbers of layers per stage that make the slowest rank as fast as possible."""
+        """Return how many layers each stage has if the slowest rank is as fast as possible."""
         stages = len(self.placement)
         if self.v_shaped:
             passes = self.policy.forward_passes(0, stages)

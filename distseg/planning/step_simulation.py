@@ -27,7 +27,7 @@ class Noise:
             duration does not change.
         stragglers: the share of ranks that are slow during the whole step.
         slower: the factor by which they are slower.
-        steps: the number of steps that are drawn.
+        steps: the number of steps that are simulated with random delays.
         seed: the seed of the random numbers.
     """
 
@@ -47,7 +47,10 @@ class Noise:
 
 
 class _Delays:
-    """Random delays of the tasks of one step (:data:`distseg.planning.shared_links.Delays`)."""
+    """Function that draws random delays for the tasks of one step.
+
+    It is of the type :data:`distseg.planning.shared_links.Delays`.
+    """
 
     def __init__(self, noise: Noise):
         self.noise = noise
@@ -70,10 +73,10 @@ class SimulatedStep:
 
     Attributes:
         seconds: duration of the step without random delays.
-        parts: seconds of the chain of tasks that determines the duration, by purpose.
+        parts: seconds by purpose of the tasks on the critical path, which adds up to ``seconds``.
         busy: for each kind of link, the largest share of the step in which a link of this kind is
             busy: its bytes divided by its bytes/s and by the seconds of the step.
-        drawn: durations with random delays, the shortest first; empty without noise.
+        drawn: durations of the step with random delays, the shortest first; empty without noise.
         simulated: the number of ranks that are simulated; all others are copies of them.
     """
 
@@ -105,8 +108,8 @@ def simulate_step(
         balance: the number of layers of each stage.
         cluster: the nodes of the job.
         noise: random delays; None if there is none.
-        bucket: bytes of gradients that are summed while the last backward pass goes on; by default
-            all gradients are summed after it.
+        bucket: least bytes of gradients that are summed together, during the last backward pass; by
+            default all gradients are summed after this pass.
 
     Raises:
         ValueError: the cluster has another number of ranks than the layout.

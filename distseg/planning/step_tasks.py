@@ -49,12 +49,12 @@ _SIMULATED = 1024
 
 
 class Tiles:
-    """Work of each tile of an image, in the order of the grid.
+    """Cells and halo messages of each tile of an image. Tiles are in row-major order of the grid.
 
     Args:
-        work: the step.
+        work: the training step.
         grid: the grid of tiles.
-        exchange: how often tiles exchange halos.
+        exchange: how often tiles exchange halos, ``spatial.exchange_every``.
     """
 
     def __init__(self, work: Work, grid: Size, exchange: str):
@@ -73,7 +73,7 @@ class Tiles:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Cells that each tile computes, as fractions of whole feature maps, (layers, tiles)."""
+        """Cells that each tile computes, as fractions of whole feature maps: (layers, tiles)."""
         work, layers = self.work, len(self.work.costs.layers)
         if self.exchange == "all":
             owned = tiles(work.image, self.grid, work.reach.stride)
@@ -89,13 +89,13 @@ class Tiles:
 
     @cached_property
     def halos(self) -> dict[int, list[tuple[int, int, float]]]:
-        """Halo messages before each layer that exchanges: (sending tile, receiving tile, bytes)."""
+        """Halo messages before a layer, by layer index: (sending tile, receiving tile, bytes)."""
         if self.exchange == "all" or self.grid.volume == 1:
             return {}
         return {number: list(self._messages(number)) for number in self._layout.points}
 
     def _messages(self, number: int) -> Iterator[tuple[int, int, float]]:
-        """Yield the halo messages before a layer: (sending tile, receiving tile, bytes)."""
+        """Yield (sending tile, receiving tile, bytes) of each halo message before a layer."""
         source = self.work.graph[number].first
         a_cell = self.work.bytes_of(source) / max(1, math.prod(self._layout.sizes[source]))
         spans = self._layout.spans(number)
@@ -107,12 +107,12 @@ class Tiles:
 
 @dataclass(frozen=True)
 class StepTasks:
-    """Tasks of a step, and the number of ranks that they are for.
+    """Tasks of a step (computations and messages) of the first ranks of a job.
 
     Attributes:
         tasks: the tasks.
-        simulated: the number of simulated ranks, the first ones of the job.
-        copies: the number of groups of ranks of this size in the job.
+        simulated: the number of ranks that have tasks. These are the first ranks of the job.
+        copies: how many groups of ``simulated`` ranks the job has. All groups have the same tasks.
     """
 
     tasks: list[Task]
@@ -127,15 +127,15 @@ def step_tasks(
     cluster: Cluster,
     bucket: float | None = None,
 ) -> StepTasks:
-    """Return the tasks of a step.
+    """Return the computations and messages of a training step, as tasks of the first ranks.
 
     Args:
-        work: the step.
+        work: the training step.
         layout: the layout.
         balance: the number of layers of each stage.
-        cluster: the nodes. It has as many ranks as the layout.
-        bucket: bytes of gradients that are summed while the last backward pass goes on; by default
-            all gradients are summed after it, as distseg does.
+        cluster: the nodes of the job. They have the same number of ranks as the layout.
+        bucket: least bytes of gradients that are summed together, during the last backward pass; by
+            default all gradients are summed after this pass, as distseg does.
 
     Raises:
         ValueError: the cluster has another number of ranks than the layout.
@@ -149,7 +149,7 @@ def step_tasks(
 
 
 class _Step:
-    """List of the tasks of a step, while they are added; arguments as for :func:`step_tasks`."""
+    """Builder of the list of tasks of a step; arguments as for :func:`step_tasks`."""
 
     def __init__(self, work, layout, balance, cluster, bucket):
         self.work, self.layout, self.cluster, self.bucket = work, layout, cluster, bucket
@@ -171,7 +171,7 @@ class _Step:
         self.parts = [_parts(part, weights, bucket) for part in self.partition.ranges]
 
     def listed(self) -> StepTasks:
-        """Add the tasks of the whole step, and return them."""
+        """Add the tasks of all sample groups, and return the finished list."""
         for group in range(self.groups):
             _Group(self, group).run()
         whole = self.layout.tiles.volume * self.layout.stages
@@ -204,12 +204,12 @@ class _Step:
 
 
 def _parts(layers: Iterable[int], weights: Sequence[float], bucket: float | None) -> list[float]:
-    """Return the bytes of the parts in which the gradients of a stage are summed, in order.
+    """Return the bytes of the parts in which a stage's gradients are summed, last layers first.
 
     Args:
         layers: the layers of the stage.
         weights: the bytes of each layer's weights.
-        bucket: the least number of bytes of a part, but for the last one; None for a single part.
+        bucket: the least bytes of each part except the last one; None for a single part.
     """
     found = [0.0]
     for number in reversed(list(layers)):
@@ -220,12 +220,12 @@ def _parts(layers: Iterable[int], weights: Sequence[float], bucket: float | None
 
 
 class _Group:
-    """Tasks of the ranks of one sample group.
+    """Builder of the tasks of one sample group.
 
-    All tiles of a stage run the same operations, so an operation is listed for all tiles at once.
+    All tiles of a stage run the same operations, so an operation is added for all tiles at once.
 
     Args:
-        step: the tasks of the step.
+        step: the builder of all tasks of the step.
         group: the index of the sample group.
     """
 
@@ -243,7 +243,7 @@ class _Group:
         self._way: dict[tuple[int, int], int] = {}  # the last message of each pair of ranks
 
     def run(self) -> None:
-        """Add the tasks of all operations of the step; a receive is added after its send."""
+        """Add the tasks of all operations of the group; a receive is added after its send."""
         partition, layout = self.step.partition, self.layout
         found = orders(layout.schedule, partition.placement, layout.micro_batches)
         programs = [operations(order, partition.edges, layout.recompute) for order in found]
@@ -268,7 +268,7 @@ class _Group:
         return not isinstance(op, Recv) or (op.edge, op.micro_batch, op.back) in self._sent
 
     def _add(self, stage: int, op: Operation) -> None:
-        """List the tasks of one operation of a stage, for all tiles."""
+        """Add the tasks of one operation of a stage, for all tiles."""
         if isinstance(op, Recv):
             self._flush(stage)
             for tile, message in enumerate(self._sent[op.edge, op.micro_batch, op.back]):
@@ -288,7 +288,7 @@ class _Group:
             self._flush(stage)
 
     def _backward(self, stage: int, op: Backward) -> None:
-        """Add the tasks of a stage's backward pass; note which gradients each one completes."""
+        """Add the tasks of a stage's backward pass; record which tasks complete gradients."""
         last = op.micro_batch == self.layout.micro_batches - 1
         parts, part, done = self.step.parts[stage], 0, 0.0
         for number in reversed(self.step.partition.ranges[stage]):
@@ -303,7 +303,7 @@ class _Group:
             done += layer.parameters * self.work.costs.weight_bytes
 
     def _put_off(self, number: int) -> float:
-        """Return the seconds of a layer's weight gradients if they are a separate pass, else 0."""
+        """Return the seconds of a layer in weight passes; 0 if the schedule has no such passes."""
         layer = self.work.costs.layers[number]
         own_pass = splits(self.layout.schedule) and self.layout.stages > 1 and layer.puts_off
         return layer.backward / 2 if own_pass else 0.0
@@ -312,7 +312,7 @@ class _Group:
         self._seconds[stage] += self.tiles.shares[number] * seconds + self.machine.call
 
     def _flush(self, stage: int) -> None:
-        """Add a task for the computation of each tile since its last message."""
+        """Add one task for each tile: all that the tile has computed since its last message."""
         for tile, seconds in enumerate(self._seconds[stage]):
             if seconds:
                 after, rank = self._last[stage][tile], self._rank(stage, tile)
@@ -357,7 +357,10 @@ class _Group:
             self._last[stage] = [(task,)] * len(ranks)
 
     def _send(self, stage: int, op: Send) -> None:
-        """Add the messages of an edge between stages, which travel while the sender computes."""
+        """Add the messages that a send operation makes, one for each tile.
+
+        The messages travel while the sender goes on computing.
+        """
         found, size = [], self.work.bytes_of(op.edge.map)
         other = self.step.partition.placement[op.receiver]
         for tile, last in enumerate(self._last[stage]):
@@ -371,9 +374,11 @@ class _Group:
         self._sent[op.edge, op.micro_batch, op.back] = found
 
     def _reading(self, rank: int, tile: int, stage: int) -> tuple[int, ...]:
-        """Add a task that reads the next step's images during this step; return its number.
+        """Add a task that reads the images of the next step during this step.
 
-        The tuple is empty if the rank reads no images, or if reading is not simulated.
+        Returns:
+            The index of the task. The tuple is empty if the rank reads no images, or if reading is
+            not simulated.
         """
         if stage or math.isinf(self.cluster.storage):
             return ()

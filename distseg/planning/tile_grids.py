@@ -27,13 +27,14 @@ _POOLED = 4
 class TileWork:
     """Work of the slowest tile of a grid for a micro-batch.
 
-    Grids that differ in the order of equal dims share one object.
+    Grids such as 2x4 and 4x2 of a square image share one object.
 
     Attributes:
         shares: for each layer, the number of cells that the tile computes, as a fraction of the
             cells of the whole feature map.
-        halos: for each layer, (bytes, number) of the halo messages before its forward pass.
-        sizes: how large the tile's tensors are.
+        halos: for each layer, the bytes and the number of the halo messages that the tile receives
+            before the layer's forward pass.
+        sizes: the sizes of the tile's tensors.
     """
 
     shares: tuple[float, ...]
@@ -42,10 +43,10 @@ class TileWork:
 
 
 class TileGrids:
-    """Grids of tiles for the images of a step.
+    """Grids of tiles into which the images of a step can be cut, and the work of their tiles.
 
     Args:
-        work: the step.
+        work: the training step.
     """
 
     def __init__(self, work: Work):
@@ -70,9 +71,13 @@ class TileGrids:
         return TileSizes.whole(len(self.work.costs.layers))
 
     def fitting(self, count: int, sizes: Collection[tuple[int, ...]]) -> list[Size]:
-        """Return the few best grids of ``count`` tiles that fit all images, best first.
+        """Return the best grids of ``count`` tiles that can cut all images, at most ``_GRIDS``.
 
-        The best grid is the one whose largest window has the fewest cells.
+        The grid whose largest window has the fewest pixels is the best one and comes first.
+
+        Args:
+            count: the number of tiles.
+            sizes: sizes of images besides that of the step.
         """
         images = (self.work.image, *sizes)
         most = [
@@ -87,14 +92,11 @@ class TileGrids:
         return found[:_GRIDS]
 
     def largest_window(self, grid: Size) -> int:
-        """Return the number of pixels of the largest window of a grid.
-
-        The window of a tile is the product of its windows along each dim.
-        """
+        """Return the number of pixels of the largest window (tile with its halo) of a grid."""
         return math.prod(self._longest_window(dim, parts) for dim, parts in enumerate(grid))
 
     def _find_longest_window(self, dim: int, parts: int) -> int:
-        """Return the pixels of the longest window along a dim with ``parts`` tiles."""
+        """Return the length of the longest window along a dim that is cut into ``parts`` tiles."""
         n, reach = self.work.image[dim], self.work.reach
         along = ReceptiveField((reach.halo[dim],), (reach.stride[dim],))
         return max(
@@ -102,7 +104,12 @@ class TileGrids:
         )
 
     def tile_work(self, grid: Size, exchange: str) -> TileWork:
-        """Return the work of the slowest tile of a grid, for one way to exchange halos."""
+        """Return the work of the slowest tile of a grid.
+
+        Args:
+            grid: the number of tiles along each dim.
+            exchange: how often tiles exchange halos, ``spatial.exchange_every``.
+        """
         along: dict[int, list[int]] = {}
         for dim, parts in sorted(zip(self._dims_alike, grid)):
             along.setdefault(dim, []).append(parts)
@@ -175,7 +182,7 @@ class TileGrids:
         return frozenset(exchange_points(self.work.graph, beyond, exchange))
 
     def _find_borders(self, dim: int, parts: int) -> TileBorders:
-        """Return the borders of the slowest one of ``parts`` tiles along a dim."""
+        """Return the borders of the slowest of ``parts`` tiles along a dim, on all feature maps."""
         if (alike := self._dims_alike[dim]) != dim:
             return self._borders(alike, parts)
         n, stride = self.work.image[dim], self.work.reach.stride[dim]
@@ -185,7 +192,7 @@ class TileGrids:
 
     @cached_property
     def _dims_alike(self) -> list[int]:
-        """For each dim, the first dim with the same image size, stride and layers."""
+        """For each dim, the index of the first dim with the same image size, stride and layers."""
         dims, graph = range(len(self.work.image)), self.work.graph
         facts = [
             (self.work.image[dim], self.work.reach.stride[dim], [node.along(dim) for node in graph])
@@ -194,7 +201,7 @@ class TileGrids:
         return [facts.index(fact) for fact in facts]
 
     def slowest_tile(self, grid: Size) -> int:
-        """Return the number of the slowest tile of a grid, in row-major order."""
+        """Return the index of the slowest tile of a grid, in row-major order."""
         number, image = 0, self.work.image
         for n, parts, stride in zip(image, grid, self.work.reach.stride):
             ends = [b for _, b in split(n, parts, stride)]
@@ -202,14 +209,14 @@ class TileGrids:
         return number
 
     def least_share(self, grid: Size) -> float:
-        """Return a lower bound of the cells of a grid's slowest tile, as a fraction of the image's.
+        """Return a lower bound of the share that a grid's slowest tile has of any feature map.
 
-        The bound holds for the feature maps of all layers.
+        The share is the number of the tile's cells as a fraction of all cells of the map.
         """
         return math.prod(self._least_part(dim, parts) for dim, parts in enumerate(grid))
 
     def _find_least_part(self, dim: int, parts: int) -> float:
-        """Return the share of :meth:`least_share` along one dim."""
+        """Return the factor of :meth:`least_share` for a dim that is cut into ``parts`` tiles."""
         if parts == 1:
             return 1.0
         n, stride = self.work.image[dim], self.work.reach.stride[dim]
@@ -219,10 +226,10 @@ class TileGrids:
 
 
 def _stored(cells: TileCells, n: int, m: int, exchanged: bool) -> int:
-    """Return the cells along a dim of the tensor in whose memory a layer's result lies.
+    """Return the length along a dim of the tensor that a layer's kernel computes, in cells.
 
-    A convolution whose input needs padding on one side only pads both sides, and an up-sampling
-    repeats whole cells; the result is then a part of what the kernel has computed.
+    The layer's result may be a part of this tensor. A convolution whose input needs padding only on
+    one side pads both sides, and an up-sampling repeats whole cells.
 
     Args:
         cells: the cells that the tile reads and computes along the dim.
@@ -234,13 +241,15 @@ def _stored(cells: TileCells, n: int, m: int, exchanged: bool) -> int:
 
 
 def _between(part: Sequence[int], available: Sequence[int]) -> float:
-    """Return the cells of a gradient that is extended to a map along all dims but the first one.
+    """Return the cells of a temporary gradient, if a layer reads only a part of a feature map.
 
-    The result is 0 if the part is smaller than the map along one dim only, or not at all.
+    PyTorch extends the part's gradient to the map dim by dim, the first dim last. The result is the
+    size of the gradient before this last extension. It is 0 if the part is smaller than the map
+    along one dim only, or not at all.
 
     Args:
-        part: the cells along each dim that a layer reads.
-        available: the cells of the map that the tile holds.
+        part: the cells that the layer reads along each dim.
+        available: the cells of the map that the tile holds along each dim.
     """
     smaller = [dim for dim, (a, b) in enumerate(zip(part, available)) if a < b]
     if len(smaller) < 2:
@@ -250,9 +259,9 @@ def _between(part: Sequence[int], available: Sequence[int]) -> float:
 
 
 def _framed(cells: TileCells, fuses: bool) -> int:
-    """Return the cells along a dim of a layer's input with its halo.
+    """Return the length along a dim of a layer's input after the halo exchange, in cells.
 
-    The exchange adds the padding as well, except where a convolution's kernel pads both sides.
+    The exchange also adds the padding, unless a convolution's kernel pads both sides equally.
 
     Args:
         cells: the cells that the tile reads and computes along the dim.

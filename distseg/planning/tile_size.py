@@ -52,9 +52,10 @@ def budget_of(memory: int, base: int, what: str) -> float:
 
 
 def smallest_budget(memory: int, base: int, what: str, comm) -> float:
-    """Return the smallest budget for activations of all ranks of ``comm``, in bytes.
+    """Return the bytes that activations may take on every rank of ``comm``.
 
-    All ranks of ``comm`` must call this function together, and all get the same number.
+    This is the smallest result of :func:`budget_of` over the ranks. All ranks of ``comm`` must call
+    this function together, and all get the same number.
 
     Args:
         memory: the value of ``streaming.memory`` in bytes.
@@ -63,7 +64,7 @@ def smallest_budget(memory: int, base: int, what: str, comm) -> float:
         comm: the communicator of the ranks.
 
     Raises:
-        JointFailure: some rank's process alone takes ``memory`` bytes or more.
+        JointFailure: the process of some rank takes ``memory`` bytes or more before any tile.
     """
     most = max(comm.allgather(base))
     with raise_jointly(comm):
@@ -72,10 +73,10 @@ def smallest_budget(memory: int, base: int, what: str, comm) -> float:
 
 
 def memory_warnings(memory: int | None, base: float) -> list[str]:
-    """Return a note if ``memory`` may be exceeded, because ``base`` is too near to it.
+    """Return a note for the user if a process of ``base`` bytes may exceed its memory limit.
 
     Kernels and gaps of the allocator take up to ``_BESIDES`` bytes besides ``base``. If ``memory``
-    has room for them, the list is empty.
+    has room for these bytes, the list is empty.
 
     Args:
         memory: the value of ``streaming.memory`` in bytes; None without a limit.
@@ -125,7 +126,7 @@ _RISES = 4  # at most this many bytes of streaming.memory are needed for one byt
 
 @dataclass(frozen=True)
 class Activations:
-    """Memory model of a network's segments on streamed tiles.
+    """Memory model of a network's segments (layers between two stored maps) on streamed tiles.
 
     Args:
         graph: the network's graph of layers.
@@ -133,7 +134,7 @@ class Activations:
         channels: the channels of each feature map, by tensor id
             (:func:`distseg.models.network.channels_of_maps`).
         itemsize: bytes of a value in the network.
-        pixel: bytes of a value of the image as it is read.
+        pixel: bytes of a value of the image as it is read from a file.
         last: True if the memory format is channels_last. Otherwise convolutions copy their input
             and their output into another memory format.
     """
@@ -148,10 +149,13 @@ class Activations:
     """True if autograd keeps results for a backward pass."""
 
     def peak_bytes(self, boxes: TilePlan, images: int) -> float:
-        """Return the peak bytes of a segment on one tile of ``images`` images.
+        """Return the bytes of all tensors of a segment at the peak of a pass on one tile.
 
-        The peak is that of the backward pass, or of the forward pass if no graph is kept. ``boxes``
-        are the boxes of the segment's layers for this tile.
+        The pass is the backward pass, or the forward pass if autograd keeps no graph.
+
+        Args:
+            boxes: the boxes that the segment's layers read and compute for this tile.
+            images: the number of images of the tile.
         """
         segment = boxes.segment
         if not self.graph_kept:
@@ -176,10 +180,10 @@ class Activations:
         return self.kept(boxes, images) + gradients + under_way + output
 
     def kept(self, boxes: TilePlan, images: int) -> float:
-        """Return the bytes that one tile holds between its forward and its backward pass.
+        """Return the bytes that a segment holds between its two passes on one tile.
 
         Args:
-            boxes: the boxes of the segment's layers for this tile.
+            boxes: the boxes that the segment's layers read and compute for this tile.
             images: the number of images of the tile.
         """
         total = sum(
@@ -199,13 +203,13 @@ class Activations:
         """Return the results of :meth:`kept` and :meth:`peak_bytes` for one tile.
 
         Args:
-            boxes: the boxes of the segment's layers for this tile.
+            boxes: the boxes that the segment's layers read and compute for this tile.
             images: the number of images of the tile.
         """
         return Weighed(self.kept(boxes, images), self.peak_bytes(boxes, images))
 
     def _forward(self, boxes: TilePlan, images: int) -> float:
-        """Return the peak bytes of a forward pass without gradients on one tile."""
+        """Return the bytes at the peak of a forward pass on one tile, without a backward pass."""
         numbers = boxes.segment.nodes
         frees = last_readings([node.inputs for node in self.graph], numbers)
         there: dict[int, float] = {}
@@ -235,7 +239,7 @@ class Activations:
         return self._bytes(tensor_id, box.pixels, images)
 
     def _kept_otherwise(self, number: int) -> bool:
-        """Return True if a layer's result takes no memory of its own.
+        """Return True if the result of layer ``number`` takes no memory of its own.
 
         Either the result lies in the memory of the layer's input, or one fused call computes the
         layer together with the norm before the layer (distseg.runtime.swap_layers).
@@ -254,7 +258,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class GridTiling:
-    """Tile sizes from a fixed number of tiles along each dim, the same for every segment.
+    """Tile sizes that follow from a fixed number of tiles along each dim, equal for all segments.
 
     A call returns the size of a tile in cells of the segment's result.
 
@@ -297,9 +301,9 @@ def computed_again(layout: Layout, segments: Sequence[Segment], tiling: GridTili
 class SizeTiling:
     """Tile sizes that cover about ``tile`` pixels of the image in every segment.
 
-    A call returns the size of a tile in cells of the segment's result. Tiles are whole rows unless
-    such tiles would have too few rows. The part of a feature map that a tile of whole rows reads or
-    writes is contiguous in memory.
+    A call returns the size of a tile in cells of the segment's result. Tiles consist of whole rows,
+    unless these would be fewer than ``_THIN`` rows. A tile of whole rows reads and writes parts of
+    feature maps that are contiguous in memory.
 
     Attributes:
         tile: the size of a tile in pixels of the image, along each dim.
@@ -325,8 +329,8 @@ class BudgetTiling:
     """Tile sizes that stay within ``budget`` bytes and take the least estimated time.
 
     A call returns the size of a tile in cells of the segment's result. If the budget allows, each
-    side is a multiple of the cells that one cell of the segment's coarsest feature map covers. All
-    windows then have one size, so PyTorch reuses freed memory and the kernels that it has chosen
+    side is a multiple of the cells that one cell of the segment's coarsest feature map covers. Then
+    all windows have one size. So PyTorch reuses freed memory, and the kernels that it has chosen
     for this size.
 
     Args:
@@ -462,12 +466,12 @@ class _Costs:
     """Constants of the time estimate by which tile sizes are compared.
 
     Attributes:
-        near: bytes of a tile's tensors up to which the size does not slow the tile down. Larger
-            tensors leave larger gaps in the allocator's memory.
-        share: fraction of the budget that replaces ``near`` if it is more bytes.
+        near: bytes of a tile's tensors up to which its time is in proportion to its size. Above,
+            the tile is slower, because the allocator's memory has larger gaps.
+        share: fraction of the budget that replaces ``near`` if this fraction is more bytes.
         cut: factor on the time of tiles that are not whole rows.
-        run: cost of reading or writing one contiguous run of values on the disk, as the number of
-            values whose traffic takes the same time.
+        run: cost of reading or writing one run of contiguous values on the disk. The unit is the
+            time that reading or writing one value in memory takes.
         each: fixed cost of one tile, in the same unit as ``run``.
     """
 
@@ -491,7 +495,7 @@ _LEAST = 8  # smallest side of a tile in cells
 
 
 def _counts(most: int) -> list[int]:
-    """Return numbers from 1 to ``most``; each is one more or a quarter more than the last."""
+    """Return rising numbers from 1 to ``most``, each at most a quarter or 1 above the last."""
     found, n = [], 1
     while n < most:
         found.append(n)

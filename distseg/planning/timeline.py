@@ -81,7 +81,7 @@ def short_form(spans: Sequence[Span], cycle: float = 1.0) -> str:
 
 
 def _place(span: Span) -> tuple[int, int]:
-    """Return the numbers of micro-batch and stage from a span's name; ``F3,0`` gives (3, 0)."""
+    """Return (micro-batch, stage) from the name of a span; ``F3,0`` gives (3, 0)."""
     match = ACTION.match(span.name)
     if not match:
         raise ValueError(
@@ -160,10 +160,14 @@ def _is_later(span: Span, first_stage: Mapping[int, int]) -> bool:
 def _alike(
     spans: Sequence[Span], first_stage: Mapping[int, int]
 ) -> list[tuple[tuple[int, int, bool], list[Span]]]:
-    """Return (key, spans) of the groups of spans that are drawn in one call, in drawing order.
+    """Group spans that are drawn in one call; return pairs (key, spans) in drawing order.
 
     The key is (index of the kind in ``COLORS``, rank, True if the stage is not the first of its
-    rank). ``first_stage`` is the first stage of each rank.
+    rank).
+
+    Args:
+        spans: the spans of all ranks.
+        first_stage: the lowest stage of each rank.
     """
     order = {kind: place for place, kind in enumerate(COLORS)}
     found: dict[tuple[int, int, bool], list[Span]] = {}
@@ -188,7 +192,7 @@ def _draw_boxes(axis, rank: int, spans: Sequence[Span], later: bool) -> None:
 
 
 def _write_number(axis, span: Span, later: bool, smallest: float) -> None:
-    """Write the index of the micro-batch into a box if the box is wide enough.
+    """Write the index of the micro-batch into the box of a span if the box is wide enough.
 
     Args:
         axis: the matplotlib axes.

@@ -14,7 +14,7 @@ from distseg.planning.balance import sums
 from distseg.planning.held import Policy, largest_holdings
 from distseg.planning.live_tensors import StageTensors, TileSizes
 from distseg.planning.machine import Machine
-from distseg.planning.stage_memory import TileMemory
+from distseg.planning.stage_memory import SMALL, TileMemory
 from distseg.planning.tile_grids import TileGrids
 from distseg.runtime.partition import Partition
 
@@ -35,6 +35,7 @@ class RankMemory:
         self._grids, self._work, self._machine = grids, grids.work, machine
         self._on_tile = lru_cache(None)(self._find_on_tile)
         self._least_on = lru_cache(_MESHES)(self._find_least_on)
+        self._least_of_layer = lru_cache(None)(self._find_least_of_layer)
 
     def on(self, machine: Machine) -> RankMemory:
         """Return the memory model for another machine; it shares cached results with this one."""
@@ -59,12 +60,21 @@ class RankMemory:
             share: a factor by which the sizes are multiplied.
         """
         held = held_at_once(stages, policy)
-        machine, bounds = self._machine, self._least_on(tile)
-        every = machine.spread * share * bounds.full[0, -1]
+        every, one = self._least_of_layer(tile, share)
         whole = (every + self._lasting[0, -1] / max(held)) / sum(1 / count for count in held)
+        return self._machine.base + _ROUNDED * max(whole, one)
+
+    def _find_least_of_layer(self, tile: TileSizes, share: float) -> tuple[float, float]:
+        """Return lower bounds of the bytes of all activations, and of the largest single layer.
+
+        Args:
+            tile: the sizes of feature maps on a tile.
+            share: a factor on these sizes.
+        """
+        bounds, factor = self._least_on(tile), SMALL * self._machine.spread * share
         alone = (bounds.full + bounds.working).diagonal(1)
-        one = max(self._lasting.diagonal(1) + machine.spread * share * alone)
-        return machine.base + _ROUNDED * max(whole, one)
+        one = (self._lasting.diagonal(1) + factor * alone).max()
+        return float(factor * bounds.full[0, -1]), float(one)
 
     def least_of_stages(self, stages: int, policy: Policy, tile: TileSizes) -> np.ndarray:
         """Return lower bounds of the bytes of each stage, for all ranges of layers it may have.
@@ -79,15 +89,16 @@ class RankMemory:
         """
         network, m, bounds = self._grids.tensors, policy.micro_batches, self._least_on(tile)
         pixels, labels = network.pixels
-        fixed = self._buffers + m * self._noted + tile.buffers
+        fixed = SMALL * (self._buffers + m * self._noted + tile.buffers)
         fixed[0] += m * pixels * tile.maps[0]
-        fixed[:, -1] += m * labels * tile.owned + network.loss.row * self._work.batch
+        fixed[:, -1] += m * labels * tile.owned + SMALL * network.loss.row * self._work.batch
         fixed = self._machine.base + _ROUNDED * (self._lasting + self._machine.spread * fixed)
         loads = (
             reduce(np.maximum, map(bounds.load, largest_holdings(stage, stages, policy)))
             for stage in range(stages)
         )
-        return np.stack([fixed + _ROUNDED * self._machine.spread * load for load in loads])
+        factor = _ROUNDED * SMALL * self._machine.spread
+        return np.stack([fixed + factor * load for load in loads])
 
     @cached_property
     def _lasting(self) -> np.ndarray:

@@ -4,11 +4,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 import yaml
 from torch import nn
 
 from distseg.cli.calibrate import calibrate, text
 from distseg.cli.main import main
+from distseg.comm.alone import Alone
 from distseg.config.settings import RunConfig
 from distseg.planning import calibration
 from distseg.planning.cost import modelled
@@ -202,6 +204,25 @@ def test_too_little_time_is_told(few, monkeypatch, refused):
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: float(next(clock)))
     said = refused("calibrate", "--seconds", "1e-6")
     assert "before any convolution was measured, after" in said and "--seconds" in said
+
+
+def test_operations_that_would_end_too_late_are_left_out(monkeypatch):
+    """An operation on 8x8 cells takes 25.6 s here, so one on 16x16 is expected to take 102.4 s."""
+    monkeypatch.setattr(calibration, "_SHAPES", {"copy": [(1, 16), (1, 8)], "norm": [(1, 8)]})
+    spent = [0.0]
+
+    def slow(call, repeats, device):
+        spent[0] += 25.6
+        return 6.4
+
+    monkeypatch.setattr(calibration, "fastest", slow)
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: spent[0])
+    small = [("copy", 64), ("norm", 64)]
+    for seconds, sizes in (100, small), (200, [("copy", 64), ("copy", 256), ("norm", 64)]):
+        spent[0] = 0.0
+        rates, left = calibration.operation_rates(Alone(), torch.device("cpu"), ["fp32"], seconds)
+        assert sorted((row.kind, row.cells) for row in rates.rows) == sizes
+        assert left == 3 - len(sizes)
 
 
 @pytest.mark.parallel([2, 3])

@@ -34,44 +34,50 @@ TYPICAL = {
     "arithmetic": Shape("convolution", 64, 128**2, 0),
     "traffic": Shape("copy", 64, 512**2, 0),
 }
+_REPEATS = 2  # timed calls of an operation, of which the fastest counts
 _BYTES = (8, 2**10, 2**15, 2**18, 2**20, 2**23)  # sizes of the messages that are measured
 
 
 def operation_rates(
     world, device: torch.device, precisions: Sequence[str], seconds: float
 ) -> tuple[Rates, int]:
-    """Measure how fast convolutions, norms and copies run, for about ``seconds`` seconds.
+    """Measure how fast convolutions, norms and copies run, within about ``seconds`` seconds.
 
-    Cheap operations are measured first. All ranks of ``world`` must call this function together.
+    Cheap operations are measured first. An operation is left out if it would end too late at the
+    speed of the one before it of its kind. All ranks of ``world`` must call this function together.
 
     Args:
         world: the communicator of the ranks.
         device: the device of this rank.
         precisions: the number types to measure.
-        seconds: the time after which no further operation is measured.
+        seconds: the time within which all operations are measured.
 
     Returns:
         The rates, and the number of operations that were left out for lack of time.
     """
     cases = [
-        (channels * side * (channels if kind in ARITHMETIC else 1), kind, precision, channels, side)
+        (channels ** (1 + (kind in ARITHMETIC)) * side**2, kind, precision, channels, side)
         for kind, shapes in _SHAPES.items()
         for channels, side in shapes
         for precision in precisions
     ]
     cases.sort()
     began, found = time.perf_counter(), []
-    for number, (_, kind, precision, channels, side) in enumerate(cases):
-        if max(world.allgather(time.perf_counter() - began)) > seconds:
-            return Rates(tuple(found)), len(cases) - number
+    pace: dict[tuple[str, str], float] = {}  # by kind and number type: seconds for a unit of work
+    for work, kind, precision, channels, side in cases:
+        spent = max(world.allgather(time.perf_counter() - began))
+        if spent + work * pace.get((kind, precision), 0.0) > seconds:
+            continue
         call = _operation(kind, channels, side, DTYPES[precision], device)
-        _, work = counted(call)
-        shapes = [shape for shape in work.shapes if shape.kind == kind]
+        _, measured = counted(call)
+        shapes = [shape for shape in measured.shapes if shape.kind == kind]
         world.Barrier()
-        slowest = max(world.allgather(fastest(call, 2, device)))
-        rate = sum(shape.work for shape in shapes) / slowest
+        took = max(world.allgather(fastest(call, _REPEATS, device)))
+        # The operation ran to be counted and to warm up, too.
+        pace[kind, precision] = (2 + _REPEATS) * took / work
+        rate = sum(shape.work for shape in shapes) / took
         found.append(Rate(kind, precision, channels, max(s.cells for s in shapes), rate))
-    return Rates(tuple(found)), 0
+    return Rates(tuple(found)), len(cases) - len(found)
 
 
 def _operation(

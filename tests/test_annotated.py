@@ -260,12 +260,12 @@ WRONG_COCO = {
     "an unknown image": (
         coco(annotations=one(image_id="0")),
         (),
-        r"image_id no entry has as its id \(1 of 1, such as annotation 7 with '0'\)",
+        r"image_id is not the id of any entry \(1 of 1, such as annotation 7 with '0'\)",
     ),
     "an unknown category of an annotation": (
         coco(annotations=one(category_id=99)),
         (),
-        "whose category_id no entry has .* annotation 7 with 99",
+        "whose category_id is not the id of any entry .* annotation 7 with 99",
     ),
     "outside": (
         coco(annotations=one(segmentation=[[200, 5, 210, 5, 210, 9]])),

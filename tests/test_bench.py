@@ -389,7 +389,7 @@ DAMAGED = {
     "negative": (lambda text: text.replace("1.5", "-1.5"), r"has the seconds \[-1.5\], but"),
     "an entry less": (lambda text: text.replace('"pixels": 6144,', ""), "lacks pixels"),
     "an entry more": (lambda text: text.replace('"pixels"', '"x": 1, "pixels"'), "unknown entry x"),
-    "another type": (lambda text: text.replace("6144", '"many"'), "the pixels 'many', of another"),
+    "another type": (lambda text: text.replace("6144", '"many"'), "of a wrong type, pixels 'many'"),
     "half a prediction": (lambda text: text.replace('"predicted": null', '"predicted": {"memory": 1}'),
                           "has predicted without seconds"),
     "half a layout": (lambda text: text.replace('"stages": 1,', ""), "has layout without stages"),

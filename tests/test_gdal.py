@@ -178,7 +178,7 @@ def refused(tmp_path, kind):
     if kind == "circle":
         vrt(path, "b.vrt")
         vrt(tmp_path / "b.vrt", "a.vrt")
-        return path, "b.vrt takes pixels from a.vrt, which takes pixels from it"
+        return path, "b.vrt takes pixels from a.vrt, which takes pixels from "
     if kind == "service inside":
         vrt(path, "b.vrt")
         vrt(tmp_path / "b.vrt", "c.tif")

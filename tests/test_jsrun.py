@@ -92,11 +92,11 @@ def test_lines_that_keep_the_rules(line, nodes, tasks):
         ),
         (
             "jsrun -n2 -r1 -a6 -g6 -c42 -bpacked:8 a.out",
-            "binds 6 tasks of a resource set to 8 cores each (--bind packed:8), which is 48, but a resource set has 42 (--cpu_per_rs): set --bind to packed:7, or --cpu_per_rs to 48",
+            "binds 6 tasks of a resource set to 8 cores each (--bind packed:8), together 48, but a resource set has 42 (--cpu_per_rs): set --bind to packed:7, or --cpu_per_rs to 48",
         ),
         (
             "jsrun -n2 -r1 -a6 -g6 a.out",
-            "binds 6 tasks of a resource set to 1 cores each (--bind packed:1), which is 6, but a resource set has 1 (--cpu_per_rs)",
+            "binds 6 tasks of a resource set to 1 cores each (--bind packed:1), together 6, but a resource set has 1 (--cpu_per_rs)",
         ),
     ],
 )

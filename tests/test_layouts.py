@@ -471,7 +471,7 @@ def test_profiles_say_where_their_numbers_are_from(name, tmp_path):
         (lambda p: p["link"].update(value="nan"), "link has the value 'nan'"),
         (lambda p: p["link"].update(unit="GB/s"), "link must be in B/s"),
         (lambda p: p.update(precision="fp8"), "has the precision 'fp8': give fp64, fp32, bf16"),
-        (lambda p: p["link"].update(kind="rumour"), "of the kind measured, data sheet, guess"),
+        (lambda p: p["link"].update(kind="rumour"), "its kind one of measured, data sheet, guess"),
     ],
 )
 def test_wrong_profiles_are_refused(tmp_path, change, message):

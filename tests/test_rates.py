@@ -141,9 +141,12 @@ def test_a_profile_keeps_its_tables(tmp_path):
         (lambda p: p["link"]["table"][1].pop("ranks"), "row 2 of the table of link must have"),
         (
             lambda p: p["arithmetic"]["table"][0].update(kind="norm"),
-            "row 1 of the table of arithmetic must be of a kind of convolution, transposed and a pr",
+            "row 1 of the table of arithmetic must have a kind among convolution, transposed and a pr",
         ),
-        (lambda p: p["traffic"]["table"][0].update(precision="int8"), "a precision of fp32, bf16"),
+        (
+            lambda p: p["traffic"]["table"][0].update(precision="int8"),
+            "a precision among fp32, bf16",
+        ),
         (lambda p: p["traffic"]["table"][0].update(rate=-1), "has rate -1: give a number above 0"),
         (lambda p: p["traffic"]["table"][0].update(cells="x"), "has cells 'x': give a number"),
     ],

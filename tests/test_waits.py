@@ -33,7 +33,7 @@ def test_gradients_that_are_put_off_stop_an_update():
     with waits.putting_off():
         put_off(waits, [], "a")
         with pytest.raises(
-            RuntimeError, match="not computed yet .1; the oldest waits until the next pass begins"
+            RuntimeError, match="yet .1 are left, and the oldest waits until the next pass begins"
         ):
             waits.check_done()
     waits.check_done()

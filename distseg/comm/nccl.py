@@ -76,8 +76,8 @@ def replicas_group(mesh: Mesh, gpus: Sequence[str], device: str) -> dist.Backend
         mesh.waits.wait(CollectiveRequest(group.allreduce([one])), "the connection of NCCL")
         if (found := one.item()) != ranks.size:
             raise RuntimeError(
-                f"NCCL added up a 1 of each of {ranks.size} ranks to {found:g}: set mesh.reducer "
-                "to torch, and check the installation of NCCL"
+                f"NCCL gave {found:g} in a test, the sum of the number 1 over {ranks.size} ranks: "
+                "set mesh.reducer to torch, and check the installation of NCCL"
             )
     return _GROUPS[members]
 

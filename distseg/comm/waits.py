@@ -212,8 +212,9 @@ class Waits:
             action = self._pieces[0].action
             until = f"the action {action}" if action else "the next pass begins"
             raise RuntimeError(
-                f"gradients of weights are not computed yet ({len(self._pieces)}; the oldest waits "
-                f"until {until}): update the weights only after the backward pass has ended"
+                f"gradients of weights are not computed yet ({len(self._pieces)} are left, and the "
+                f"oldest waits until {until}): update the weights only after the backward pass has "
+                "ended"
             )
 
     def finish(self, action: str | None) -> None:

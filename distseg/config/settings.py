@@ -350,7 +350,7 @@ class PipelineConfig:
             raise SettingError(
                 "DS206",
                 "pipeline.placement is devices, but no devices are given: give pipeline.devices, "
-                "such as [cuda:0, cuda:1], or pipeline.balance, with which each stage takes a GPU",
+                "such as [cuda:0, cuda:1], or pipeline.balance, so that each stage takes a GPU",
             )
         elif self.devices and self.balance and len(self.devices) != len(self.balance):
             raise SettingError(
@@ -565,7 +565,8 @@ class DataBase:
             raise SettingError(
                 "DS128",
                 f"data.focus_weights is {weights}, but it must have at least one class, and "
-                "weights above 0: leave a class out so that no crop is placed near it",
+                "weights above 0: give such weights, and leave out classes near which no crop is "
+                "to be placed",
             )
         if weights is not None and self.focus_class is not None:
             raise SettingError(

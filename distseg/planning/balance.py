@@ -47,7 +47,7 @@ def fastest_split(
     if found is None:
         least = _least_limit(seconds, stages, bytes_of, limit)
         raise ValueError(
-            f"no split into {stages} stages fits: in each, a stage takes at least "
+            f"no split into {stages} stages fits: in each split, some stage takes at least "
             f"{least / 2**30:.4g} GiB, but the limit is {limit / 2**30:.4g} GiB: use more "
             "stages, recompute all activations (always), or use smaller micro-batches"
         )

@@ -220,7 +220,7 @@ def load_machine(name: str) -> Machine:
             )
         if entry["kind"] not in KINDS or entry["unit"] != _UNITS[key]:
             raise ValueError(
-                f"profile {path}: {key} must be in {_UNITS[key]} and of the kind "
+                f"profile {path}: {key} must be in {_UNITS[key]}, and its kind one of "
                 f"{', '.join(KINDS)}, got {entry['unit']!r} and {entry['kind']!r}"
             )
         values[key], kinds[key], sources[key] = value, entry["kind"], str(entry["source"])
@@ -252,9 +252,9 @@ def _rows(path: Path, key: str, table) -> list[Rate | Timing]:
             )
         if row["kind"] not in kinds or row.get("precision", "fp32") not in RATED:
             raise ValueError(
-                f"profile {path}: row {number + 1} of the table of {key} must be of a kind of "
+                f"profile {path}: row {number + 1} of the table of {key} must have a kind among "
                 f"{', '.join(kinds)}"
-                + f" and a precision of {', '.join(RATED)}" * (form is Rate)
+                + f" and a precision among {', '.join(RATED)}" * (form is Rate)
                 + f", got {row!r}"
             )
         for name in names:

@@ -659,8 +659,8 @@ def _check_own_layers(model: nn.Module) -> None:
             continue
         if places.setdefault(layer, name) != name:
             raise ValueError(
-                f"layers {places[layer]} and {name} are the same {type(layer).__name__}: use a "
-                f"separate layer for each"
+                f"layers {places[layer]} and {name} are one {type(layer).__name__} object: make a "
+                "separate layer for each"
             )
         check_plain(name, layer)
 

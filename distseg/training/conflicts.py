@@ -249,7 +249,7 @@ RULES = (
         "pipeline.placement",
         "mesh.stages",
         lambda f: f.on_devices and f.config.mesh.stages != 1,
-        "this puts all {f.stages} stages on each rank, but mesh.stages is {c.mesh.stages}: set "
+        "mesh.stages is {c.mesh.stages}, although each rank then has all {f.stages} stages: set "
         "mesh.stages to 1, or pipeline.placement to linear for one stage on each rank",
     ),
     Rule(
@@ -257,7 +257,7 @@ RULES = (
         "pipeline.placement",
         "pipeline.schedule",
         lambda f: f.on_devices and f.config.pipeline.schedule in ("1f1b", "zb-h1"),
-        "pipeline.schedule is {c.pipeline.schedule}, and torchgpipe knows gpipe only: set "
+        "pipeline.schedule is {c.pipeline.schedule}, and torchgpipe has only gpipe: set "
         "pipeline.schedule to gpipe or auto",
     ),
     Rule(
@@ -265,8 +265,8 @@ RULES = (
         "pipeline.placement",
         "spatial.tiles_per_rank",
         lambda f: f.on_devices and f.config.spatial.tiles_per_rank.volume > 1,
-        "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, and torchgpipe wants all "
-        "micro-batches to have one size, and so one tile: set spatial.tiles_per_rank to 1x1, or "
+        "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, and torchgpipe takes one tile in "
+        "each micro-batch, all of one size: set spatial.tiles_per_rank to 1x1, or "
         "pipeline.placement to linear",
     ),
     Rule(

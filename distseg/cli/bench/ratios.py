@@ -86,7 +86,8 @@ def pipelines(measurements: Sequence[Measurement]) -> list[Staged]:
     if lacks := next((one for one in staged if one.layout["micro_batches"] not in alone), None):
         raise ValueError(
             f"the measurement {lacks.name!r} has {lacks.layout['micro_batches']} micro-batches, "
-            "but no measurement on one stage has as many: measure again by distseg bench pipeline"
+            "but no measurement on one stage has this number of micro-batches: measure again by "
+            "distseg bench pipeline"
         )
     return [_beside(one, alone[one.layout["micro_batches"]]) for one in staged]
 

@@ -120,7 +120,7 @@ def _check_fields(what: str, given: Mapping, form: type, types: Mapping[str, Any
         lacks = "lacks" if wrong[0] in names else "has the unknown entry"
         raise ValueError(f"{what} {lacks} {wrong[0]}: {_REPAIR}")
     if odd := next((name for name in types if not isinstance(given[name], types[name])), None):
-        raise ValueError(f"{what} has the {odd} {given[odd]!r}, of another type: {_REPAIR}")
+        raise ValueError(f"{what} has a value of a wrong type, {odd} {given[odd]!r}: {_REPAIR}")
 
 
 def _is_positive(value: Any) -> bool:

@@ -225,7 +225,7 @@ def _binds(asked: ResourceSets, started: int, sets: int, cpu: int) -> None:
     if found and ":smt" not in asked.bind and int(found[1]) * most > cpu:
         raise ValueError(
             f"jsrun binds {most} tasks of a resource set to {found[1]} cores each (--bind "
-            f"{asked.bind}), which is"
+            f"{asked.bind}), together"
             f" {int(found[1]) * most}, but a resource set has {cpu} (--cpu_per_rs): set --bind to"
             f" packed:{max(1, cpu // most)}, or --cpu_per_rs to {int(found[1]) * most}"
         )

@@ -99,7 +99,7 @@ def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
         raise ValueError(
             f"a mesh of {shape} cannot grow to {size} processes by its {axis}: its other axes need "
             f"a multiple of {rest} processes; choose --scaling so that nodes x processes is a "
-            "multiple of it, or choose another mesh"
+            f"multiple of {rest}, or choose another mesh"
         )
     if axis == "samples":
         return MeshShape(size // rest, shape.tiles, shape.stages)

@@ -185,8 +185,8 @@ def _checked_sources(path: Path, rasterio: Any, above: tuple[Path, ...] = ()) ->
             )
         if source.resolve() in above:
             raise ValueError(
-                f"{path} takes pixels from {text}, which takes pixels from it: make one of the two "
-                "files anew, from other rasters"
+                f"{path} takes pixels from {text}, which takes pixels from {path}: make one of the "
+                "two files anew, from other rasters"
             )
         lossy = _checked_sources(source, rasterio, (*above, path.resolve())) or lossy
         with _open(source, rasterio, [*_DRIVERS, *_SOURCE_DRIVERS]) as file:

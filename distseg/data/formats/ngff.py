@@ -193,13 +193,13 @@ def _axes(about: Sequence[Any], path: Path) -> tuple[list[str], list[str | None]
         if _KNOWN.get(name, kind) != kind or (kind == "space" and name not in _SPACE):
             raise ValueError(
                 f"{path} has an axis {name!r} of the type {kind}, but distseg reads t (time), c "
-                "(channel), z, y and x (space): name the axes so"
+                "(channel), z, y and x (space): give the axes these names"
             )
     spatial = tuple(name for name in names if name in _SPACE)
     if spatial not in (_SPACE, _SPACE[1:]) or len(set(names)) < len(names):
         raise ValueError(
             f"{path} has the axes {', '.join(names)}, but an image must have y and x, or z, y and "
-            "x, once each and in this order: write it so"
+            "x, once each and in this order: write the image with such axes"
         )
     return names, [axis.get("unit") for axis in about]
 

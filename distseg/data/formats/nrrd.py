@@ -89,7 +89,7 @@ class NrrdReader(VoxelReader):
             raise ValueError(
                 f"{path} has {len(axes)} spatial axes and {len(others)} others (sizes "
                 f"{'x'.join(map(str, sizes))}), but an image has 2 or 3 spatial axes and at most "
-                "one for the bands, the first or the last: write it so"
+                "one for the bands, the first or the last: write the image with such axes"
             )
         self.size = volume_size(tuple(sizes[axis] for axis in reversed(axes)), dims)
         self.bands = sizes[others[0]] if others else 1

@@ -52,7 +52,10 @@ class OmeZarrReader(Reader):
         image = multiscale_in(attributes, version, path, level)
         folder = path / image.level
         if not folder.resolve().is_relative_to(path.resolve()):
-            raise ValueError(f"{path} has a level {image.level} that is a link out of it: copy it")
+            raise ValueError(
+                f"{path} has a level {image.level} that is a link to another place: copy the level "
+                "into the image"
+            )
         inner, array, _ = metadata_in(folder, path)
         if array is None:
             raise ValueError(f"{path}: its level {image.level} is no array: write the image again")

@@ -201,8 +201,8 @@ class Segments:
             if len(page.dataoffsets) != needed or len(page.databytecounts) != needed:
                 words = f"{Size(self.size)} pixels are in {needed} strips or tiles"
                 raise ValueError(
-                    f"its header says that {words}, but it lists {len(page.dataoffsets)} of them, "
-                    "so it is damaged: write or copy it again"
+                    f"its header says that {words}, but lists {len(page.dataoffsets)} strips or "
+                    "tiles, so the file is damaged: write or copy it again"
                 )
         self._segment_bytes = math.prod(int(n) for n in layout.chunks) * layout.dtype.itemsize
         size, taken = Size(self._edges[layout.tiledepth <= 1 :]), 3 * self._segment_bytes

@@ -164,7 +164,7 @@ def volume_size(spatial: tuple[int, ...], dims: int | None) -> tuple[int, ...]:
     """
     spatial = (1,) * (3 - len(spatial)) + tuple(int(n) for n in spatial)
     if min(spatial) < 1:
-        raise ValueError(f"its header says {'x'.join(map(str, spatial))} voxels")
+        raise ValueError(f"its header says {'x'.join(map(str, spatial))} voxels, which are none")
     if dims == 2 or (dims is None and spatial[0] == 1):
         if spatial[0] != 1:
             raise ValueError(

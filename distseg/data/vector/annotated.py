@@ -184,7 +184,7 @@ def _check_ids(
         lost = [one for one in annotations if one.get(field) not in known]
         if lost and known:
             raise ValueError(
-                f"{path} has annotations whose {field} no entry has as its id ({len(lost)} of "
+                f"{path} has annotations whose {field} is not the id of any entry ({len(lost)} of "
                 f"{len(annotations)}, such as annotation {lost[0]['id']} with "
                 f"{lost[0].get(field)!r}): {_REPAIR}"
             )

@@ -99,7 +99,10 @@ def _read(path: Path, rule: ValueRule, size: int, changed: int) -> Layer:
         name = _layer_name(path, pyogrio)
         about = pyogrio.read_info(path.resolve(), layer=name)
         if about["driver"] not in _DRIVERS:
-            raise ValueError(f"{path} is a file of GDAL's format {about['driver']}")
+            raise ValueError(
+                f"{path} is a file of GDAL's format {about['driver']}, which is not read: write it "
+                "again as GeoJSON or GeoPackage (ogr2ogr labels.gpkg FILE)"
+            )
         check_attribute(path, rule, [str(field) for field in about["fields"]])
         meta, numbers, geometries, columns = pyogrio.raw.read(
             path.resolve(),

@@ -323,7 +323,7 @@ def _as_run(model: nn.Module, other: nn.Module) -> nn.Module:
 
     Args:
         model: the network, changed in place.
-        other: a copy of the network, of which this function makes the rank's network.
+        other: a copy of the network, from which this function makes the rank's network.
     """
     tiled = parallelize(other, reach_for(other, True))
     for (name, layer), run in zip(list(flat_layers(model)), tiled.layers or ()):
@@ -590,7 +590,7 @@ class _Walk:
         return key
 
     def _note(self, more: float = 0.0) -> None:
-        """Raise the peak to the bytes alive now, plus ``more`` bytes that live for a moment."""
+        """Raise the peak if the live tensors and ``more`` bytes for a moment exceed it."""
         if self.bytes + more > self.peak:
             self.peak = self.bytes + more
 

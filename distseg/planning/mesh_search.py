@@ -452,7 +452,7 @@ class Planner:
         return self._least(layout, sum(forward), sum(backward), longest)
 
     def _least_of_any(self, layout: MeshLayout) -> float:
-        """Return a lower bound of the seconds of a step that needs no exact sizes of tiles.
+        """Return a rough lower bound of the seconds of a step, without exact sizes of tiles.
 
         The bound assumes the smallest possible size for the slowest tile of the layout's grid, and
         that halo messages take no time.

@@ -69,7 +69,7 @@ class RankMemory:
 
         Args:
             tile: the sizes of feature maps on a tile.
-            share: a factor on these sizes.
+            share: a factor by which the sizes are multiplied.
         """
         bounds, factor = self._least_on(tile), SMALL * self._machine.spread * share
         alone = (bounds.full + bounds.working).diagonal(1)

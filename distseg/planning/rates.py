@@ -26,7 +26,7 @@ class Shape(NamedTuple):
     """Kind and size of an operation, on which its rate depends.
 
     Attributes:
-        kind: one of ``ARITHMETIC`` or ``TRAFFIC``.
+        kind: the kind of operation, a name in ``ARITHMETIC`` or ``TRAFFIC``.
         channels: channels of the operation's result.
         cells: cells of one channel, over all images.
         work: FLOPs of an operation with arithmetic, else bytes.

@@ -192,9 +192,8 @@ class _Found:
     """Facts about the images to predict, for checks and messages before the first one is computed.
 
     Attributes:
-        sizes: a dict from each size of an image to the name of an image with this size.
-        decoding: a dict from the bytes that decoding an image takes to the name of an image that
-            takes as many.
+        sizes: for each size that an image has, the name of an image with this size.
+        decoding: for each number of bytes that decoding an image takes, the name of such an image.
         notes: for each image, its name and the notes on its file.
     """
 

@@ -71,7 +71,10 @@ def limit(seconds: float) -> None:
 
 
 def limit_now() -> float:
-    """Return the time that :func:`limit` has set, in seconds; 0 without a limit or a guardian."""
+    """Return the longest time in seconds that a rank may make no progress, set by :func:`limit`.
+
+    The result is 0 if there is no such limit, or if this process has no guardian.
+    """
     return 0.0 if _page is None else struct.unpack("d", _page[LIMIT : LIMIT + 8])[0]
 
 

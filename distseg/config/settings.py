@@ -823,10 +823,9 @@ _FORMATS = {"h5": "hdf5", "tif": "tiff"}  # file endings that predict.formats ta
 
 @dataclass(frozen=True)
 class PredictBase:
-    """Evaluation and prediction: output files.
+    """Output files of evaluation and prediction (section ``predict`` of the config).
 
-    PatchGD takes this section. Exact training takes :class:`PredictConfig`, which has more
-    settings.
+    PatchGD has only these settings. Exact training has further ones (:class:`PredictConfig`).
     """
 
     probabilities: bool = False

@@ -25,9 +25,10 @@ _IMAGES_KEPT = 32  # images whose weights stay in memory
 
 
 def focus_of(store: Store, split: str, data: DataBase) -> Focus | None:
-    """Return the object that draws the pixels near which crops are placed.
+    """Return a source of random pixels of chosen classes, near which crops are placed.
 
-    The result is None if neither ``data.focus_class`` nor ``data.focus_weights`` is set.
+    The result is None if the settings choose no classes: neither ``data.focus_class`` nor
+    ``data.focus_weights`` is set.
 
     Args:
         store: the store.

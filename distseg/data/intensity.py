@@ -76,8 +76,8 @@ class Intensity:
         Args:
             pixels: the pixels of ``box``, (C, *box.size) float32, which may be changed in place.
             box: the box of the sample in which the pixels lie.
-            size: the size of the sample. It numbers the pixels, so that a pixel gets the same noise
-                in every box.
+            size: the size of the whole sample. The noise of a pixel depends on its index in the
+                whole sample, so it is the same in every box that contains the pixel.
         """
         if self.gamma != 1:
             pixels = _with_gamma(pixels, self.gamma)

@@ -136,7 +136,7 @@ def _labels(store: Store, sample: Sample, box: Box) -> np.ndarray:
 
 
 def _pixels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
-    """Return the pixels of a box of a sample, read at once, (bands, *box.size) float32."""
+    """Return the pixels of a box of a sample, read in one piece, (bands, *box.size) float32."""
     margined = _with_margin(sample, box)
     pixels, absent = _read_padded(store, sample, _source(store, sample, margined))
     if sample.warp is not None:
@@ -146,7 +146,7 @@ def _pixels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
 
 
 def _labels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
-    """Return the labels of a box of a sample, read at once, (*box.size) uint8."""
+    """Return the labels of a box of a sample, read in one piece, (*box.size) uint8."""
     unturned = _unturned(sample, box)
     source = _source(store, sample, unturned)
     inside = _inside(store, sample, source)

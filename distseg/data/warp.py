@@ -96,7 +96,7 @@ class Warp:
 
     @cached_property
     def _matrix(self) -> list[list[float]]:
-        """The matrix R / scale of the class's formula, as a list of rows."""
+        """The rotation matrix R of the warp, divided by the zoom ``scale``, as a list of rows."""
         dims = len(self.size)
         rows = [[float(i == j) / self.scale for j in range(dims)] for i in range(dims)]
         planes = [(0, 1), (0, 2)] if any(self.tilts) else []

@@ -411,11 +411,11 @@ class _JointMean(torch.autograd.Function):
 
 
 class PendingMean(Pending):
-    """A mean, maximum or other statistic of images, for windows computed one after another.
+    """Mean, maximum or other statistic of whole images, for windows computed one after another.
 
-    It has the methods of :class:`distseg.layers.norm.Pending`. The statistics of all windows are
-    known when the object is created. So a call with any window of an image returns the vector of
-    the whole image.
+    The statistic is taken over all windows before the object is created. So a call with any window
+    of an image returns the vector of the whole image. The gradient is computed in several steps, by
+    the same methods as that of a norm (:class:`distseg.layers.norm.Pending`).
     """
 
     def __init__(self, norm: DistributedMean, statistics: Moments):

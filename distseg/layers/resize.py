@@ -173,7 +173,11 @@ class _Share(NamedTuple):
 def _shares_of(
     x: Tensor, access_patterns: Sequence[Resize], spans: Sequence[Spans], dim: int, ratio: bool
 ) -> tuple[_Share, _Share]:
-    """Return the weighted sums that resize one dim, and those that compute its input's gradient."""
+    """Return two tables of weighted sums, for resizing one dim and for the backward pass.
+
+    The first gives the output cells as sums of input cells. The second gives the gradients of the
+    input cells as sums of the gradients of output cells.
+    """
     pattern, span = access_patterns[dim], spans[dim]
     if not pattern.kernel.startswith("nearest"):
         return _weighted(pattern, span)

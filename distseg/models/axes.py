@@ -174,7 +174,10 @@ def axes_of(
 def _axis(
     lengths: Sequence[int], batches: Sequence[int], sizes: Sequence[Sequence[int]]
 ) -> Axis | None:
-    """Return the simplest meaning of a dim that fits its length in every trace; None without one.
+    """Return what a dim of a tensor holds, as an :class:`Axis` that fits its length in every trace.
+
+    If several fit, return the simplest one, which has the fewest parts (images and spatial dims).
+    Return None if none fits.
 
     Args:
         lengths: the length of the dim for each traced image size.

@@ -79,7 +79,10 @@ def record_like(model: nn.Module, other: nn.Module) -> nn.Module:
 
 
 def is_recorded(model: nn.Module) -> bool:
-    """Return True if a network's number of bands is known, not only guessed."""
+    """Return True if a network's number of bands is known and :func:`bands_of` need not guess it.
+
+    It is known if :func:`record_images` has recorded it, or if a trial forward pass finds it.
+    """
     return _recorded_images(model).bands is not None
 
 

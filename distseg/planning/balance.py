@@ -91,12 +91,15 @@ def split_within(
     least: np.ndarray | None = None,
     fastest: list[int] | None = None,
 ) -> list[int] | None:
-    """Return the split of :func:`fastest_split`, or None if no split fits the limit.
+    """Return how many layers each stage has in the fastest split that fits a memory limit.
+
+    The result is None if no split fits. A split is the fastest one if its slowest stage is as fast
+    as possible (:func:`fastest_split`).
 
     The search finds the fastest split, computes the bytes of its stages, and excludes stages that
-    do not fit. It repeats this until all stages of the split fit. With a stage that does not fit,
-    all stages that contain the same layers and more are excluded. So bytes are computed only for
-    few of the possible stages.
+    do not fit. It repeats this until all stages of the split fit. Together with a stage that does
+    not fit, it excludes all stages that contain the same layers and more. So bytes are computed
+    only for few of the possible stages.
 
     Args:
         seconds: (n + 1, n + 1) or (S, n + 1, n + 1), as in :func:`fastest_split`.

@@ -182,11 +182,12 @@ class NetworkTensors:
 
     @cached_property
     def _held_by_stages(self) -> tuple[_StageRanges, ...]:
-        """Four lists of tensors with the possible stages that hold them.
+        """Four lists of tensors: held after the forward pass, inputs, received and sent.
 
-        They list the tensors that a stage holds after its forward pass, its inputs, its received
-        feature maps, and its sent feature maps. Two feature maps may lie in one tensor. The first
-        two lists have this tensor once, the others have it once for each feature map.
+        For each tensor, a list has the possible stages (ranges of layers) that hold, read, receive
+        or send the tensor. If one tensor contains two feature maps, the first two lists have one
+        entry for the tensor. The lists of received and of sent tensors have an entry for each
+        feature map, because each feature map is a message.
         """
         layers = len(self.layers)
         full, inputs, received, sent = tables = tuple(_StageRanges(layers) for _ in range(4))

@@ -546,11 +546,12 @@ class Planner:
         return norms + sum(self._after(layout, weights))
 
     def least_memory(self, layout: MeshLayout, tile: TileSizes | None = None) -> float:
-        """Return a lower bound of the bytes of the rank with the highest peak.
+        """Return a lower bound of the peak memory, in bytes, of the rank that takes the most.
 
         Args:
             layout: the layout.
-            tile: the sizes of tensors on the slowest tile; by default lower bounds of these sizes.
+            tile: the sizes of tensors on a tile, the slowest one of the layout's grid. By default,
+                lower bounds of these sizes are used.
         """
         share = 1.0
         if tile is None:

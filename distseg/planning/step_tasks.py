@@ -312,7 +312,11 @@ class _Group:
         self._seconds[stage] += self.tiles.shares[number] * seconds + self.machine.call
 
     def _flush(self, stage: int) -> None:
-        """Add one task for each tile: all that the tile has computed since its last message."""
+        """Add one computing task for each tile of a stage, with the seconds summed up so far.
+
+        These are the seconds of all layers that the tile has computed since its previous task. A
+        tile without such layers gets no task.
+        """
         for tile, seconds in enumerate(self._seconds[stage]):
             if seconds:
                 after, rank = self._last[stage][tile], self._rank(stage, tile)

@@ -216,7 +216,10 @@ class TileGrids:
         return math.prod(self._least_part(dim, parts) for dim, parts in enumerate(grid))
 
     def _find_least_part(self, dim: int, parts: int) -> float:
-        """Return the factor of :meth:`least_share` for a dim that is cut into ``parts`` tiles."""
+        """Return a lower bound of the fraction of a dim that the slowest tile of a grid has.
+
+        The bound holds for all feature maps. The dim is cut into ``parts`` tiles.
+        """
         if parts == 1:
             return 1.0
         n, stride = self.work.image[dim], self.work.reach.stride[dim]

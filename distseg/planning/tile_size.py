@@ -200,7 +200,9 @@ class Activations:
         return total
 
     def weigh(self, boxes: TilePlan, images: int) -> Weighed:
-        """Return the results of :meth:`kept` and :meth:`peak_bytes` for one tile.
+        """Return how many bytes a segment takes for one tile, between its passes and at the peak.
+
+        The two numbers are computed by :meth:`kept` and :meth:`peak_bytes`.
 
         Args:
             boxes: the boxes that the segment's layers read and compute for this tile.

@@ -251,11 +251,12 @@ def _group(operations: Sequence[Operation], plan: StagePlan) -> _Group:
 
 
 def _tiles_per_band(there: Sequence[_Group]) -> int:
-    """Return the number of tiles of a rank divided by its number of rows of tiles, rounded up.
+    """Return how many tiles a rank computes in its forward passes per row of tiles, rounded up.
 
-    The tiles of all segments are counted, but only the rows of tiles of the segment that has the
-    most. :func:`interleaved` adds multiples of this number to the number of tiles that may wait for
-    their backward pass on a rank, so that no stage waits for the gradients of the next stage.
+    The number of tiles in all segments is divided by a number of rows of tiles: that of the segment
+    with the most rows. :func:`interleaved` adds multiples of the result to the number of tiles that
+    may wait for their backward pass on a rank, so that no stage waits for the gradients of the next
+    stage.
 
     Args:
         there: the forward groups of a rank.

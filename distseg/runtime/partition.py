@@ -234,7 +234,7 @@ def _names(calls: Sequence[Call]) -> list[str]:
 
 
 def _trained(calls: Sequence[Call]) -> set[int]:
-    """Return the numbers of the feature maps that depend on a trained weight."""
+    """Return the numbers of the feature maps that depend on a weight with ``requires_grad``."""
     found: set[int] = set()
     for number, call in enumerate(calls):
         if found.intersection(call.reads) or any(p.requires_grad for p in call.layer.parameters()):

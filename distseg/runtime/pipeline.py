@@ -41,8 +41,8 @@ class Pipeline:
         trace: records the spans of passes and messages; by default nothing is recorded.
 
     Attributes:
-        last_pass: returns the context in which a backward pass runs, given a list of parameters. It
-            gets the parameters to whose gradients no later pass of the step adds.
+        last_pass: makes the context manager in which a backward pass runs. It is given the
+            parameters to whose gradients the pass is the last one of the step to add.
     """
 
     def __init__(

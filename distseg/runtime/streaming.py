@@ -152,9 +152,9 @@ class StreamingExecutor:
         watch: called after each tile with the fraction of the tiles that are done.
         span: makes the tracing context of an operation from its kind and name
             (:mod:`distseg.runtime.spans`).
-        last_pass: returns the context in which an operation runs, given a list of parameters. It
-            is called for an operation after which nothing more is added to the gradients of these
-            parameters in the step, so their sums over replicas can start.
+        last_pass: makes the context manager in which an operation runs. It is given the parameters
+            to whose gradients the operation is the last one of the step to add. After it, the sums
+            of these gradients over replicas can start.
     """
 
     def __init__(

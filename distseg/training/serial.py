@@ -486,10 +486,11 @@ class _Whole(TorchFunctionMode):
         return input.copy_(kept.view(-1, *(1 for _ in input.shape[1:])).expand_as(input))
 
     def _known(self) -> Dropped | None:
-        """Return the layer whose masks the current dropout call uses, from ``dropouts``.
+        """Return the entry of ``dropouts`` for the current call: the layer whose masks it uses.
 
-        Return None if ``dropouts`` is None or has no layer for this call. The method counts the
-        dropout calls of a forward pass, so each of them must call it exactly once.
+        Return None if ``dropouts`` is None or has no entry for this call. The method counts the
+        calls that draw random numbers in a forward pass, because ``dropouts`` identifies a call by
+        its index. So it must be called exactly once for each such call.
         """
         number, self.calls = self.calls, self.calls + 1
         return None if self.dropouts is None else self.dropouts.get(number)

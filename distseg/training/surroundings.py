@@ -13,9 +13,10 @@ from distseg.tiling.tile import ReceptiveField
 
 
 def context_of(model: nn.Module, data: DataBase) -> ReceptiveField | None:
-    """Return the least context of each crop and the network's stride; None without a context.
+    """Return how many pixels of context each crop has at least, and the stride of the network.
 
-    The context is the pixels around a crop that the network sees but the loss does not count.
+    The context is the pixels around a crop that the network sees but the loss does not count. Its
+    width along each dim is ``halo`` of the result. The result is None if ``data.context`` is 0.
 
     Args:
         model: the network, plain or captured. The stride of a network that is not captured as a

@@ -128,7 +128,10 @@ def page_of(name: str, results: Sequence[Result]) -> BenchPage:
 
 
 def network_text(result: Result) -> str:
-    """Return a text with the network and its number of parameters; for ``io`` the store instead."""
+    """Return a text with the name of the measured network and its number of parameters.
+
+    For results of ``distseg bench io``, which measures reading, it is the name of the store.
+    """
     if result.kind == "io":
         return f"store {result.data}"
     return f"{result.network['name']}, {result.network['parameters']:,} parameters"

@@ -29,14 +29,15 @@ class Study:
 
 
 def studies_of(results: Sequence[Result]) -> list[Study]:
-    """Sort results into studies, which are results that belong together.
+    """Group results of ``distseg bench`` into studies. The report shows a study as one table.
 
-    Results belong to one study if they measure the same on the same kind of machine, and no case is
-    in two of them. So jobs that measure one number of ranks each (``--ranks job``) are one study,
-    and repetitions of a measurement are several studies.
+    Results belong to one study if they measure the same on the same kind of machine, and if no case
+    (a layout that is measured) occurs in two results. For example, the results of jobs that measure
+    one number of ranks each (``--ranks job``) are one study. But each repetition of a measurement
+    is in a study of its own.
 
     Args:
-        results: the results.
+        results: the results, each of one run of ``distseg bench``.
     """
     found: list[tuple[Hashable, list[Result]]] = []
     for result in sorted(results, key=lambda one: one.ranks):

@@ -86,7 +86,11 @@ def prepare_blue_marble(output: str | Path, overwrite: bool = False) -> Store:
 
 
 def sectors(size: tuple[int, int]) -> list[Box]:
-    """Return the boxes of the twelve sectors, west to east, in a world map of ``size`` pixels."""
+    """Return the boxes into which a world map is cut: twelve sectors of longitude, west to east.
+
+    Args:
+        size: height and width of the map in pixels.
+    """
     height, width = size
     borders = [k * width // len(SECTORS) for k in range(len(SECTORS) + 1)]
     return [Box((0, a), (height, b)) for a, b in zip(borders, borders[1:])]

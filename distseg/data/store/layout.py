@@ -89,9 +89,10 @@ def pixel_chunk(bands: int, size, itemsize: int) -> tuple[int, ...]:
 
 
 def file_chunk(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the size of the chunks whose checksums a store holds for pixels in an image file.
+    """Return the size of the chunks into which an image file's pixels are divided for checksums.
 
-    A chunk has all bands of a box of pixels.
+    If a store refers to an image file, it has a checksum of each chunk of the pixels. A chunk has
+    all bands of a box of pixels.
 
     Args:
         shape: (bands, *size).

@@ -120,11 +120,12 @@ def _in_memory(
 def _in_scratch(
     rings: StoredRings, chosen: np.ndarray, world: World
 ) -> Iterator[tuple[_StoredPolygon, tuple[int, int]]]:
-    """Yield the rings of an object, their number, and the number of their corners.
+    """Yield the rings of one object, and a pair: the number of rings and of all their corners.
 
     Args:
         rings: the rings of the object in a scratch file, with corners in columns and rows.
-        chosen: an array with one entry; empty if the object is left out, so nothing is yielded.
+        chosen: an array as for :func:`_in_memory`. If it is empty, the object is left out and
+            nothing is yielded.
         world: the georeference of the map, in whose coordinates the rings are returned.
     """
     if len(chosen):

@@ -192,10 +192,10 @@ def chained(
     left: bool = False,
     line: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return an order of chains in which each is followed by the one that starts where it stops.
+    """Link chains of edges to rings: return an order in which each chain is followed by the next.
 
-    A chain is one edge, or several edges that were linked before. Linked chains make a longer
-    chain.
+    The next chain starts where the chain stops. A chain is one edge, or several edges that were
+    linked before. Linked chains make a longer chain.
 
     Args:
         starts: (chains,) corner where each chain starts, y * (width + 1) + x, and the direction of
@@ -203,15 +203,16 @@ def chained(
         stops: (chains,) corner where each chain stops, and the direction of its last edge.
         ids: (chains,) the object of each chain.
         left: True if the chains have their objects on the left-hand side.
-        line: number of the first corner on the lower border of the rows that were read. Chains are
-            not linked at this border, because edges below it are not known. None if all edges are
-            known.
+        line: index of the first corner on the lower border of the rows of pixels that were read.
+            Chains are not linked at this border, because edges below it are not known yet. None if
+            all edges are known.
 
     Returns:
-        The order, as indices (chains,); and the positions in the order where a longer chain begins,
-        (longer chains,). A longer chain that starts above ``line`` is a closed ring, and begins
-        with its last corner in reading order. Rings are sorted by object, and those of one object
-        by this corner, the last one first.
+        Two arrays. The first has the order, as indices of the chains, (chains,). The second has the
+        positions in this order where a longer chain begins, (longer chains,). A longer chain that
+        starts above ``line`` is a closed ring. A ring begins with the corner that has the largest
+        index of all its corners. Rings are sorted by object. The rings of one object are sorted by
+        the index of their first corner, the largest index first.
     """
     leaves = _LEAVES[starts[1]] ^ int(left)
     leaving = np.lexsort((-(starts[0] * 2 + leaves), ids))

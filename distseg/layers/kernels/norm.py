@@ -75,11 +75,11 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
-    """Write y, the result of an affine map and activation, to ``out`` and return ``out``.
+    """Apply an affine map and an activation to ``x``, write the result to ``out`` and return it.
 
     Args:
         x: one image or a part of it, (1, C, *size).
-        affine: the map, which gives the formula of y.
+        affine: the parameters of the map and of the activation. Its class has the formula.
         out: ``x`` itself or ``torch.empty_like(x)``.
     """
     last = lies_last(x)

@@ -28,11 +28,13 @@ In them, a :class:`ByType` stands for each number that depends on a tensor's typ
 
 
 def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
-    """Find the numbers in arguments of calls that depend on the dtype, such as ``finfo.eps``.
+    """Find, in the arguments of recorded calls, numbers that depend on the dtype of the images.
+
+    An example of such a number is ``torch.finfo(x.dtype).eps``.
 
     Args:
-        traces: a trace (the recorded calls of a forward pass) for each dtype, of images of one
-            size; :data:`WIDE` is one of the dtypes.
+        traces: for each dtype, a trace: the recorded calls of a forward pass. All traces have
+            images of the same size. One of the dtypes must be float64 (:data:`WIDE`).
 
     Returns:
         a dict from the index of a call in the trace to its (args, kwargs), in which a

@@ -96,16 +96,18 @@ def check_left(
     others: Sequence[Pass],
     alike: Callable[[Any, Any], bool],
 ) -> None:
-    """Refuse a pass that changes the module's state, if the change affects later passes.
+    """Refuse a module whose forward pass changes its state in a way that affects later passes.
 
-    A change of a parameter or buffer is always refused. Another change, such as that of a counter,
-    is accepted if later passes have the same result as first passes and leave the same state.
+    A changed parameter or buffer is always refused. Another change, such as that of a counter, is
+    accepted if the pass has the same result and leaves the same state when it runs again, even
+    after passes over other images.
 
     Args:
         made: function that makes a copy of the module in which no pass has run.
-        before, after: the state of a copy before and after one pass.
-        last: function that runs the checked pass in a copy of the module. It runs twice in a fresh
-            copy, and after each of ``others`` in a second copy. All its results must be equal.
+        before, after: the state of a copy before and after its first pass, which was ``last``.
+        last: function that runs the checked pass in a copy of the module, and returns the result.
+            It is called twice for one new copy, and after each function in ``others`` for another
+            new copy.
         others: functions that run passes over other images.
         alike: function that returns True if the results of two passes are equal.
 
@@ -305,9 +307,10 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
 def joins_images(model: nn.Module, size: Sequence[int], training: bool) -> bool:
     """Return True if the images of a batch influence each other's results.
 
-    Batch norms are ignored in training. In evaluation, a batch norm without running statistics
-    counts. Captured modules have no other layers that join images, so only uncaptured modules are
-    run. Return False if the module accepts none of the images that are tried.
+    Batch norms are ignored in training. In evaluation, return True for a batch norm without running
+    statistics. An uncaptured module is also run on random images; the result is False if it accepts
+    none of these images, or if its parameters are on the meta device. A captured module is not run,
+    because none of its other layers joins images.
 
     Args:
         size: image size in training.

@@ -255,14 +255,14 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple) -> Any:
 
 
 def _likes(reader: Reader, beside: Value) -> list[Value]:
-    """Return one map of each size, as candidates for the map whose positions a tensor has.
+    """Return one feature map of each size, to try which of them a tensor is aligned with.
 
-    A tensor that depends on the image's size alone may have the positions of any of these maps. The
-    map of a size is ``beside`` if it has this size and is no vector, else the newest map of the
-    size. Sizes that first occur late in the network come first.
+    Such a tensor, for example a map of coordinates, depends on the image's size alone. So it may
+    belong to a feature map of any size. Of several feature maps of a size, ``beside`` is taken if
+    it is one of them, else the newest. Sizes that first occur late in the network come first.
 
     Args:
-        beside: the map or vector with which a call combines the tensor.
+        beside: the feature map or vector with which a call combines the tensor.
     """
     maps = [x for x in (beside, *reversed(reader.values.values())) if not x.vector]
     return list({x.sizes: x for x in reversed(maps)}.values())[::-1]

@@ -356,9 +356,14 @@ class Printer:
         return self._object(x, again)
 
     def _object(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
-        """Return a fingerprint of an object of any other class, from its attributes or content.
+        """Return a fingerprint of an object whose class :meth:`_inside` does not handle itself.
 
-        If it has neither, or if its content must not be looked at, return its id (:meth:`_which`).
+        The fingerprint is computed from the attributes of the object or, for a class of the
+        standard library, from its content. If it has neither, the fingerprint is its id
+        (:meth:`_which`), as for modules in ``known`` and most objects of PyTorch and ``logging``.
+
+        Args:
+            again: function that returns the fingerprint of a part of ``x``.
         """
         root = type(x).__module__.partition(".")[0]
         if id(x) in self.known or root in _FOREIGN and not isinstance(x, _OPEN):

@@ -141,13 +141,14 @@ class MapEngine(PatchEngine):
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
         """Add this rank's part of the gradient of inner iteration ``j`` to each weight's ``grad``.
 
-        An inner iteration computes a few patches of each image anew, with gradients. All ranks must
-        call it together.
+        An inner iteration draws a few patches of each image and computes their features anew, with
+        gradients. All ranks must call the method together.
 
         Args:
             images: the images of this sample group.
-            features: Z, the coarse features of all patches, for each image (patches, s * cells).
-                The new features of the drawn patches are written into it.
+            features: Z, the coarse features of all patches: for each image a tensor
+                (patches, s * cells), with s channels at each of ``cells`` positions of a patch. The
+                new features of the drawn patches are written into it.
             j: the index of the inner iteration, from 0.
 
         Returns:

@@ -22,7 +22,7 @@ _FOR_OPERATIONS = 0.7  # share of the time in which operations are measured
 def calibrate(run: RunConfig, world, seconds: float) -> Machine:
     """Measure the speed of this machine, and return it as a profile.
 
-    All ranks of ``world`` must call it together; they measure at the same time.
+    All ranks of ``world`` must call the function together, and measure at the same time.
 
     Args:
         run: the settings of section ``run``, for device and threads.

@@ -106,8 +106,7 @@ def parse(parser: Parser, arguments: list[str], given: list[Setting] | None = No
     Args:
         parser: the parser of the command.
         arguments: the arguments as the user wrote them.
-        given: settings that come before the arguments, such as those of a run. The arguments
-            override them.
+        given: settings of lower priority, such as those of a run, which the arguments override.
     """
     if given is None:
         given = []

@@ -77,7 +77,7 @@ class Gallery:
             rows: the table of images (:func:`distseg.inference.image_scores.rows_of_images`), the
                 worst image first.
             count: number of worst images, and of best images, for a network that predicts class
-                maps. Because these pictures are small, there are 6 times as many.
+                maps. This method returns 6 times this number, because its pictures are small.
         """
         most = _LABELLED * count
         worst, best = rows[:most], rows[most:][-most:]
@@ -183,7 +183,7 @@ class Gallery:
         """Return the panels of three cuts through a volume.
 
         The list is empty if the prediction has other scores than the evaluation, or if the volume
-        is too large to be read at once.
+        is too large to be read into memory as a whole.
 
         Args:
             name: the volume.

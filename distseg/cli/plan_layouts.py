@@ -91,8 +91,9 @@ def plan_layouts(
 
     Args:
         training: the training whose layout is planned.
-        world: the communicator of the ranks that measure. They all time the network at once, and
-            then the messages between them. If it has one rank, the speed of messages is guessed.
+        world: the communicator of the ranks that measure. All these ranks time the network at the
+            same time, and then the messages between ranks. If it has one rank, the speed of
+            messages is guessed.
         ranks: the number of ranks to plan for.
         machine: ``here``, or a profile (:func:`distseg.planning.machine.load_machine`).
         memory: the memory limit of a rank in bytes; by default the memory that the machine has.

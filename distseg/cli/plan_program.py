@@ -75,8 +75,8 @@ def _stages(step: StepPrograms, rank: int) -> tuple[str, str]:
 def _legend(step: StepPrograms, rank: int) -> Iterator[str]:
     """Yield lines of text about each stage of a rank.
 
-    They name the stage's first and last layer, the layers before which ranks exchange halos, and
-    the norms for which ranks exchange statistics.
+    The text names the stage's first and last layer, the layers before which ranks exchange halos,
+    and the norms for which ranks exchange statistics.
 
     Args:
         step: the programs of the step.

@@ -35,10 +35,10 @@ _SIZES = ("mesh.tiles", "spatial.tiles_per_rank", "streaming.tiles")
 def planned_memory(config: Config, manifest: Mapping, start: Mapping) -> list[float] | None:
     """Return the bytes that each rank of a training was expected to take in a step.
 
-    They are the memory that the rank had before the first step, with weights, gradients and the
-    optimizer's state, and the tensors of a step by the memory model of ``distseg plan``. On a CPU
-    they include what ``distseg plan`` assumes for gaps between tensors and for kernels. With
-    ``streaming.memory`` they are this limit.
+    The number of bytes is a sum: the memory that the rank had before the first step, including
+    weights, gradients and optimizer state, and the tensors of a step by the memory model of
+    ``distseg plan``. On a CPU the sum includes what ``distseg plan`` assumes for gaps between
+    tensors and for kernels. With ``streaming.memory``, the result is this limit instead.
 
     Args:
         config: the settings that prediction takes over from the training.
@@ -75,8 +75,8 @@ def planned_memory(config: Config, manifest: Mapping, start: Mapping) -> list[fl
 def step_tensors(programs: StepPrograms, precision: str) -> list[float]:
     """Return the bytes that a step takes beside weights and optimizer, for each rank of a pipeline.
 
-    They are those of the images, activations, gradients of activations and messages of the slowest
-    tile.
+    The bytes of images, activations, gradients of activations and messages are added up, for the
+    slowest tile.
 
     Args:
         programs: the operations of the step, of a network of known layers, without streaming.

@@ -387,7 +387,7 @@ def predict(
     """Write the class map of an image, and on request the probability of each class.
 
     All ranks must call it together. The first rank with the last stage collects one tile from each
-    rank at a time, and writes them into ``NAME.partial``. The files
+    rank at a time, and writes these tiles into ``NAME.partial``. The files
     (:mod:`distseg.data.class_files`) appear when they are complete. If the command is interrupted
     and started again, tiles that were written are not computed again.
 

@@ -183,8 +183,8 @@ def own_seconds(
 ) -> Counter:
     """Return the seconds of one rank's spans, added up for each value of ``by(span)``.
 
-    By default they are added up by kind. The time of a span inside another span counts only for the
-    inner span.
+    By default seconds are added up by the kind of the span. The time of a span inside another span
+    counts only for the inner span.
     """
     found: Counter = Counter()
     around: list[Span] = []
@@ -316,8 +316,8 @@ def _expected(
 def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
     """Return the spans to draw for a profile, and the names of the picture's rows.
 
-    There is one row for each measured rank. Below them is one row for each rank of the simulated
-    pipeline, if the profile has a simulation.
+    There is one row for each measured rank. If the profile has a simulation, one row for each rank
+    of the simulated pipeline follows.
     """
     if not found.simulated:
         return found.spans, [*found.names]

@@ -56,7 +56,7 @@ def trace_maps(
             in which each pixel has the number of its object).
         classes: names or numbers of the classes whose objects are written; by default all.
         least: objects with fewer pixels than this get no polygon. The format ``objects`` includes
-            them.
+            these objects too.
 
     Raises:
         FileExistsError: a result would replace one of the maps, or a file of another program.

@@ -63,8 +63,8 @@ class Communicator(Protocol):
         size: number of ranks of the group.
         transport: what carries the messages: ``mpi``, ``torch`` (torch.distributed), or ``alone``
             for a single rank, which sends none.
-        takes_gpu_memory: True if messages may be in GPU memory. Otherwise callers copy them to host
-            memory first (:mod:`distseg.comm.staging`).
+        takes_gpu_memory: True if messages may be in GPU memory. Otherwise callers copy messages to
+            host memory first (:mod:`distseg.comm.staging`).
     """
 
     rank: int

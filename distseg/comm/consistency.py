@@ -22,8 +22,8 @@ _MOST = 5  # largest number of differences in a message
 def assert_consistent(comm, facts: Mapping[str, object], repair: str) -> None:
     """Check that named values, such as settings and versions, are equal on all ranks of ``comm``.
 
-    All ranks of ``comm`` must call it together. They exchange one small message, and a larger one
-    only if something differs.
+    All ranks of ``comm`` must call it together. The ranks exchange one small message, and a larger
+    one only if something differs.
 
     Args:
         facts: this rank's values by name.

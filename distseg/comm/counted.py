@@ -16,8 +16,8 @@ class Traffic:
         messages: number of messages to single ranks.
         message_bytes: bytes of these messages.
         collectives: number of sums, maxima, gathers and broadcasts of arrays.
-        collective_bytes: bytes of the arrays that this rank gave to them. The transport may send
-            these bytes several times.
+        collective_bytes: bytes of the arrays that this rank gave to the collectives. The transport
+            may send these bytes several times.
     """
 
     messages: int = 0

@@ -123,8 +123,8 @@ class Waits:
     def moving(self, move: Callable[[], None]):
         """Call ``move`` again and again during every wait inside the context.
 
-        ``move`` advances messages that other ranks wait for. In a context inside of another one,
-        both functions are called. They are also called after each piece of deferred work.
+        ``move`` advances messages that other ranks wait for. It is also called after each piece of
+        deferred work. In a context inside of another one, the functions of both are called.
         """
         before = self._move
 

@@ -308,8 +308,8 @@ def suggestion(name: str, known, kind: type = Config) -> str:
 def _fields_named(bare: str, flags: Container[str] | None, kind: type) -> list[str]:
     """Return the settings that a user may have meant by an unknown name.
 
-    They are the settings ``section.field`` whose field is the last part of the unknown name. So
-    ``epochs`` and ``model.epochs`` give ``train.epochs``. If no field has this name, and the
+    The result has each setting ``section.field`` whose field is the last part of the unknown name.
+    So ``epochs`` and ``model.epochs`` give ``train.epochs``. If no field has this name, and the
     unknown name has no section, the most similar field is taken. The list is empty if no field is
     similar.
 

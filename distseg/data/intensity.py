@@ -131,7 +131,7 @@ def _with_gamma(pixels: np.ndarray, gamma: float) -> np.ndarray:
     """Return normalised pixels after gamma correction with the exponent ``gamma``.
 
     A value from -3 to 3 is scaled to 0 .. 1, raised to the power ``gamma`` and scaled back. Values
-    outside stay as they are.
+    outside this range do not change.
     """
     inside = np.clip(pixels, -_GAMMA_RANGE, _GAMMA_RANGE)
     raised = (inside + _GAMMA_RANGE) / (2 * _GAMMA_RANGE)

@@ -121,7 +121,7 @@ def _read(
 class StepLoader:
     """Loader of the data that one rank needs for the optimizer steps of an epoch.
 
-    A step has ``groups`` x ``accumulate`` x ``data.images`` samples. They are ordered by
+    A step has ``groups`` x ``accumulate`` x ``data.images`` samples. The samples are ordered by
     micro-batch, and within a micro-batch by group. The attribute ``steps_read`` counts the steps
     that were yielded, ``bytes_read`` the bytes that were read from the store.
 

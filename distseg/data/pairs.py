@@ -79,7 +79,7 @@ class Pair:
         return PageReader(open_image(self.image, 3, alpha=alpha, level=self.level), self.page)
 
     def open_mask(self) -> Reader:
-        """Return a reader of the labels in the mask (:meth:`distseg.data.masks.MaskForm.open`)."""
+        """Open the mask of the image, and return a reader of the labels in it."""
         if self.page is None:
             whole = self.form.open(self.mask, len(self.size), self.grid, self.level)
             return _part_of(whole, self.part)

@@ -49,10 +49,10 @@ def read_patches(store: Store, sample: Sample, boxes: list[Box]) -> np.ndarray:
 def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
     """Return the labels of one box of each sample.
 
-    Labels of pixels are (B, *box.size) uint8. They are ``store.ignore`` outside the image and in
-    the context of a crop. Labels of whole images are (B, 1, ..., 1), one 1 for each spatial dim:
-    int64 for classes, float32 for numbers to predict. Only the box at the origin has them. In other
-    boxes they are ``store.ignore`` or NaN, so that each image counts once.
+    Labels of pixels are (B, *box.size) uint8, with ``store.ignore`` outside the image and in the
+    context of a crop. Labels of whole images are (B, 1, ..., 1), one 1 for each spatial dim: int64
+    for classes, float32 for numbers to predict. Only the box at the origin gets the label of an
+    image. Other boxes get ``store.ignore`` or NaN, so that each image counts once.
     """
     if store.of_images:
         return labels_of_images(
@@ -113,7 +113,7 @@ def _pixels(store: Store, sample: Sample, box: Box) -> np.ndarray:
 def _counted_labels(store: Store, sample: Sample, box: Box) -> np.ndarray:
     """Return the labels of a box of a sample, (*box.size) uint8.
 
-    In the context of the crop they are ``store.ignore``.
+    Pixels in the context of the crop have the label ``store.ignore``.
     """
     counted = box.intersection(sample.counted)
     if counted == box:

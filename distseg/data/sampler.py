@@ -106,9 +106,9 @@ class Rows:
         return (micro_batch * self.groups + self.group) * self.images + image
 
     def of_micro_batch(self, micro_batch: int) -> list[int]:
-        """Return the positions of the images that this group has in a micro-batch.
+        """Return which images of an optimizer step this group has in a micro-batch.
 
-        They are positions in the list of all images of an optimizer step.
+        The result has indices into the list of all images of the step.
 
         Args:
             micro_batch: index of the micro-batch in the step.

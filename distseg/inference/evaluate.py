@@ -159,8 +159,8 @@ class _Counters:
 def _partial_sums(loss: Criterion, logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return the partial sums (K,) float64 of a loss over a tile.
 
-    They are computed slab by slab, so that logits in float64 take little memory. In float64 the
-    sums do not depend on the number of threads, except for rounding of about 1e-16.
+    The sums are computed slab by slab, so that logits in float64 take little memory. In float64
+    the sums do not depend on the number of threads, except for rounding of about 1e-16.
 
     Args:
         loss: the loss.

@@ -59,9 +59,9 @@ def evaluate_images(
 ) -> dict | None:
     """Apply a network that returns one vector per image to a split; return the scores.
 
-    The scores are those of :func:`scores_of_images`. With ``loss``, they have the key ``loss``: the
-    loss of the serial program in evaluation mode on all images of the split as one step. All ranks
-    of ``world`` must call it together. All get the same scores.
+    :func:`scores_of_images` lists the scores. With ``loss``, the dict also has the key ``loss``:
+    the loss of the serial program in evaluation mode on all images of the split as one step. All
+    ranks of ``world`` must call this function together. All get the same scores.
 
     Args:
         predictor, store, split, world, stop: see :func:`outputs_of_split`. The result is None if

@@ -428,8 +428,8 @@ class Predictor:
     def _block(self, size) -> tuple[Box, list[list[int]]]:
         """Return the box of the image that this rank computes, and the borders of all such blocks.
 
-        The borders are given along each dim, from 0 to the size of the image. They lie on borders
-        between tiles.
+        The borders are given along each dim, from 0 to the size of the image. Each border between
+        blocks is also a border between tiles.
         """
         grid, stride = self.grid_of(size), self.model.reach.stride
         ranks = self._ranks_of(grid)
@@ -520,7 +520,7 @@ class Predictor:
     def _in_memory(self, layout: Layout) -> StreamingExecutor:
         """Return an executor that keeps feature maps in memory.
 
-        ``layout`` says which boxes of them each rank computes.
+        ``layout`` says which boxes of the feature maps each rank computes.
         """
         model, cut = self.model, self._cut
         stages, placement, comm = (

@@ -88,8 +88,8 @@ class Context:
     def regions(self) -> list[MapView] | None:
         """For each window, the box of the layer's input that it owns and the box that it holds.
 
-        An executor can set them before it calls a layer. Otherwise this is None, and :meth:`region`
-        computes the boxes from the windows and the layer's stride.
+        An executor can set these boxes before it calls a layer. Otherwise this is None, and
+        :meth:`region` computes the boxes from the windows and the layer's stride.
         """
         return self._pass.regions
 

@@ -95,9 +95,9 @@ class _Convolution(torch.autograd.Function):
 
     All tensors are convolved with the same weight. The argument ``parameters`` is the pair of the
     layer's weight and bias. The arguments ``weight`` and ``bias`` are these two, perhaps cast to
-    another dtype. The backward pass computes the gradient of the inputs at once. It may leave the
-    gradients of weight and bias for later, and then adds them to ``grad`` of ``parameters``.
-    Otherwise it returns them to autograd.
+    another dtype. The backward pass computes the gradients of the inputs immediately. The gradients
+    of weight and bias are either returned to autograd too, or computed later and added to ``grad``
+    of ``parameters``.
     """
 
     @staticmethod
@@ -211,8 +211,8 @@ class WeightsApart(TorchFunctionMode):
 
     The backward pass leaves the gradients of weight and bias as deferred work. This work is done
     while the rank waits for other ranks. The gradients are added to ``grad`` without autograd.
-    Autograd computes them as usual if the weight is not a parameter itself (but computed from one),
-    or if a parameter has hooks.
+    Autograd computes the gradients as usual if the weight is not a parameter itself (but computed
+    from one), or if a parameter has hooks.
 
     Args:
         waits: the object that does the deferred work while this rank waits for messages.

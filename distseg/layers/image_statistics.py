@@ -163,9 +163,9 @@ class DistributedLogSumExp(_OfImage):
 
 
 def exponentials(parts: Moments) -> Moments:
-    """Combine the numbers from which log-sum-exp is computed, over the parts of an image.
+    """Combine the maximum and the sum of exp(x - maximum) of parts of an image.
 
-    They are the maximum, and the sum of exp(x - maximum).
+    Log-sum-exp is computed from these two numbers.
 
     Args:
         parts: moments stacked along dim 0. ``mean`` holds the maximum of each part and ``m2`` its

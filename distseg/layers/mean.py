@@ -329,7 +329,7 @@ class DistributedSpread(Spread):
 
 
 def parts_of(grid: Sequence[int], size: Sequence[int]) -> list[Box]:
-    """Return the boxes over which ``F.adaptive_avg_pool2d`` takes its means. They may overlap.
+    """Return the boxes, which may overlap, over which ``F.adaptive_avg_pool2d`` takes its means.
 
     Args:
         grid: the number of boxes along each dim.
@@ -342,7 +342,7 @@ def parts_of(grid: Sequence[int], size: Sequence[int]) -> list[Box]:
 def _nothing(x: Tensor) -> Moments:
     """Return the moments of zero cells: count, mean and squared deviations are all 0.
 
-    They are the contribution of a window that owns no cell of a part of the image.
+    These moments are the contribution of a window that owns no cell of a part of the image.
 
     Args:
         x: the feature map, which gives the number of channels.

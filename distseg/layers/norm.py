@@ -367,7 +367,8 @@ class DistributedNorm(nn.Module):
     def kernel_settings(self) -> compiled.Norm:
         """Return this norm's settings as the compiled kernel for whole images takes them.
 
-        They include the keys of the dropout masks of the images in this rank's first window.
+        The settings include the keys of the dropout masks for the images of this rank's first
+        window.
         """
         keys, p = None, 0.0
         if self.training and self.dropout:
@@ -393,8 +394,7 @@ class DistributedNorm(nn.Module):
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
         """Return count, mean and squared deviations (moments) of each channel, for each image.
 
-        They are taken over the cells of window number ``index`` that the tile owns, without the
-        halo.
+        The moments are taken over the cells that window number ``index`` owns, without its halo.
 
         Args:
             x: the feature map of the window.
@@ -744,8 +744,8 @@ class Pending:
     """Norm with the statistics of the current images, for windows computed one after another.
 
     First, call the object with each window to normalise it. Then run the windows' backward passes.
-    They treat the statistics as constants, and add up in this object the sums from which the
-    gradient of the statistics is computed. Then call :meth:`finalize` once. Finally, call
+    These passes treat the statistics as constants, and add up in this object the sums from which
+    the gradient of the statistics is computed. Then call :meth:`finalize` once. Finally, call
     :meth:`with_statistics_grad` for each window, to add the missing part of its gradient.
 
     Args:
@@ -1044,7 +1044,7 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
     sample groups, from the statistics that :meth:`DistributedNorm.note` has stored. (This is the
     deferred batch norm of torchgpipe.) A layer that is called several times in a pass makes one
     update for each call. All ranks of ``groups_comm`` must call this function together. They
-    exchange one message for all layers.
+    exchange the statistics of all layers in one message.
 
     Args:
         norms: the counterparts of all norm layers.

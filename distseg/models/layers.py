@@ -349,7 +349,7 @@ class FramesNorm(nn.modules.batchnorm._BatchNorm):
     The shape does not change. The layer equals ``nn.BatchNorm2d`` on (N * frames, C, *size).
 
     Args:
-        channels: C, the number of channels of a frame. They are adjacent.
+        channels: C, the number of channels of a frame. The channels of a frame are adjacent.
         frames: the number of frames of each image.
         args, kwargs: further arguments of ``nn.BatchNorm2d``.
     """
@@ -602,7 +602,7 @@ class Derived(nn.Module):
 def taken() -> frozenset[str]:
     """Return the names that a tensor of a ``Formula`` or ``Derived`` layer must not have.
 
-    They are the names of attributes of these classes.
+    These are the names of attributes of the two classes.
     """
     return frozenset((*dir(Formula((), ())), *dir(Derived(nn.Identity(), {}, {}))))
 

@@ -150,8 +150,8 @@ class Overlaid(nn.Module):
             x: the windows (N, C * window, *size).
 
         Returns:
-            The sums (N, C, *more). Along each dim they begin ``padding`` cells before the layer's
-                result, and end with it or after it.
+            The sums (N, C, *more). Along each dim, this tensor begins ``padding`` cells before the
+                layer's result, and ends with it or after it.
         """
         each = zip(x.shape[2:], self.stride, self.kernel, self.dilation)
         size = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in each]

@@ -146,7 +146,7 @@ class Network(nn.Module):
     def hold_unused(self, tensors: Mapping[str, Tensor]) -> None:
         """Register in the network the user's parameters and buffers that no layer uses.
 
-        They must not get lost, because an optimizer may apply weight decay to them.
+        These parameters must not get lost, because an optimizer may apply weight decay to them.
         """
         if tensors:
             self.add_module(UNUSED, nn.Module())
@@ -176,7 +176,7 @@ class Network(nn.Module):
 def reserved() -> frozenset[str]:
     """Return the names that no part of a layer's name may be, such as ``a`` in ``a.b``.
 
-    They are the attributes and methods of :class:`Network`.
+    These are the names of the attributes and methods of :class:`Network`.
     """
     return frozenset((*dir(Network({})), UNUSED))
 

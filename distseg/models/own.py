@@ -111,7 +111,7 @@ def built(
         builder: the function.
         arguments: the fields of the section ``model`` that are set, with ``in_channels`` and
             ``out_channels`` from the data.
-        own: the arguments in the setting ``model.args``. They replace ``arguments`` of the same
+        own: the arguments in the setting ``model.args``, which replace ``arguments`` of the same
             meaning.
         inputs, outputs: see :func:`distseg.models.joined.joined`.
 
@@ -173,9 +173,9 @@ def _called(builder: Callable, arguments: dict, own: dict) -> dict:
         builder: the function.
         arguments: the fields of the section ``model`` that are set, with ``in_channels`` and
             ``out_channels`` from the data.
-        own: the user's ``model.args``. They are added unchanged, and replace ``arguments``. A
-            number of bands or classes among them, under any of the known names, replaces that of
-            the data.
+        own: the user's ``model.args``, which are added unchanged and replace ``arguments``. If
+            they have a number of bands or classes, under any of the known names, it replaces the
+            number from the data.
     """
     try:
         takes = inspect.signature(builder).parameters
@@ -192,8 +192,8 @@ def _called(builder: Callable, arguments: dict, own: dict) -> dict:
 def _bands_given(builder: Callable, arguments: dict) -> list[int]:
     """Return the numbers of bands among the arguments of a user's function or their defaults.
 
-    They are the positive integers given for ``in_channels``, ``in_chans`` and so on. They are
-    guesses, since the layer that reads the image may take another number.
+    The result has the positive integers given for ``in_channels``, ``in_chans`` and so on. These
+    numbers are guesses, since the layer that reads the image may take another number of bands.
 
     Args:
         builder: the function.

@@ -70,7 +70,7 @@ def probed_reach(
 def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, int]:
     """Return (halo, stride) of a network along one dim, in pixels.
 
-    They are measured on the shortest strip that is longer than the receptive field.
+    Both are measured on the shortest strip of an image that is longer than the receptive field.
 
     Args:
         probe: the network, simplified for probing (:func:`_simplified`).

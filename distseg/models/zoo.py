@@ -124,13 +124,13 @@ def plain_model(
 ) -> nn.Module:
     """Return the network of a config, on the meta device unless a user's function builds it.
 
-    On the meta device it has no weights; :func:`materialise` makes them. The module of a user's
-    function has weights already, drawn with ``model.seed``.
+    On the meta device the network has no weights; :func:`materialise` makes the weights. The module
+    of a user's function has weights already, drawn with ``model.seed``.
 
     Args:
         config: the section ``model``.
-        in_channels, out_channels: the numbers of bands and classes of the data. They are used where
-            the config does not set the number.
+        in_channels, out_channels: the numbers of bands and classes of the data. Each number is used
+            if the config does not set it.
         guess: the number of classes with which the module is built if neither the config nor the
             data has it. A user's function may return another number.
 

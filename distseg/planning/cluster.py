@@ -100,8 +100,8 @@ class Cluster:
         """Return a function that returns the bytes/s of a link.
 
         Args:
-            simulated: the number of simulated ranks. Of the file system's bytes/s they get a share
-                in proportion to their share of all ranks.
+            simulated: the number of simulated ranks. The simulated ranks get a share of the file
+                system's bytes/s, in proportion to their share of all ranks.
         """
         machine = self.machine
         found = {

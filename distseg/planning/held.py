@@ -155,9 +155,10 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
 
 
 def largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]:
-    """Return those results of :func:`holdings` that may be the moment of peak memory.
+    """Return how many micro-batches a stage holds at the moments that may need the most memory.
 
-    A :class:`Held` is left out if another one has at least as many micro-batches of every kind.
+    The result has a :class:`Held` for each such moment. It leaves out a moment if the stage holds,
+    at another moment, at least as many micro-batches of every kind (:func:`holdings`).
 
     Args:
         stage: the index of the stage.

@@ -25,10 +25,10 @@ class Alone:
 
     Args:
         layer: the layer.
-        inputs: the layer's inputs. The constructor detaches them.
+        inputs: the layer's inputs, which the constructor detaches.
         image: the index of the network's image among the inputs, or None if the layer does not read
             the image. The image needs no gradient.
-        readers: the number of layers that read the result. Each of them gives a gradient.
+        readers: the number of layers that read the result. Each reader gives a gradient.
     """
 
     def __init__(self, layer: nn.Module, inputs: Sequence[Tensor], image: int | None, readers: int):

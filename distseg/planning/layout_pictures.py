@@ -21,9 +21,9 @@ def plot_layouts(
 ) -> None:
     """Draw a point for each layout at its memory and its time, coloured by its family.
 
-    A family is a set of mesh axes that are split. A stepped line connects the front: each layout
-    that is the fastest of those that take no more memory. The fastest layout within the limit has a
-    ring.
+    A family is a set of mesh axes that are split. A stepped line connects the front: the layouts
+    for which no other layout is faster and takes no more memory. The fastest layout within the
+    limit has a ring.
 
     Args:
         layouts: the layouts.

@@ -19,7 +19,7 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         device: the type of the device whose tensors count, such as ``cpu`` or ``meta``.
-        known: tensors that were there before; they are not counted.
+        known: tensors that exist already and are not counted.
 
     Attributes:
         bytes: the bytes that are alive now.

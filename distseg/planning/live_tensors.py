@@ -138,7 +138,9 @@ class NetworkTensors:
         return self.layers[source - 1].result if source else 0
 
     def least_of_stages(self, tile: TileSizes) -> StageTensors:
-        """Return lower bounds of the results of :func:`stage_tensors`, for all possible stages.
+        """Return lower bounds of the bytes of tensors that stages hold, for all possible stages.
+
+        For a given stage, :func:`stage_tensors` computes the bytes themselves.
 
         When the backward pass computes layer l, autograd has freed what it kept for later layers.
         A stage with layers a..b-1 then holds at least the tensors kept for layers a..l, the

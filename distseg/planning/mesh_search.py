@@ -169,9 +169,10 @@ class _Candidate:
         least: lower bound of the seconds of a step.
         place: the index of the layout in the order of :meth:`Planner.candidates`.
         layout: the layout.
-        tile: sizes of tensors on the slowest tile; None until ``least`` is computed from them.
+        tile: sizes of tensors on the slowest tile; None until ``least`` is computed with these
+            sizes.
         split: True if ``least`` is computed from the fastest split into stages.
-        stages: the stages of the layout; None until ``least`` is computed from them.
+        stages: the stages of the layout; None until ``least`` is computed for these stages.
     """
 
     least: float
@@ -188,8 +189,8 @@ class _Found:
     Attributes:
         by_family: for each family, its layouts that fit the memory limit, the fastest first, as
             (prediction, index of the layout among :meth:`Planner.candidates`).
-        smallest: for each family, the layout with the least memory among those that do not fit, as
-            (bytes, lower bound of seconds, index, layout, stages).
+        smallest: for each family, of the layouts that do not fit, the one that takes the least
+            memory, as (bytes, lower bound of seconds, index, layout, stages).
     """
 
     def __init__(self):
@@ -307,8 +308,8 @@ class Planner:
         the three fastest layouts of each family that fit the memory limit. Of layouts that take
         more than 25 % longer than the fastest layout of all, it has only the fastest of a family.
         A layout that recomputes activations is considered only if the same layout without
-        recomputation does not fit. If no layout fits, the result has the layout with the least
-        memory of each family.
+        recomputation does not fit. If no layout fits, the result has, for each family, the layout
+        that takes the least memory.
 
         Args:
             ranks: the number of ranks.

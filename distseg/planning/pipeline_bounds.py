@@ -148,10 +148,11 @@ class PipelineTimes:
         return sorted((target, source, s) for (target, source), s in self.returns.items())
 
     def _trips(self, first: int) -> list[float]:
-        """Return the least seconds of a micro-batch's way from stage ``first`` to others and back.
+        """Return lower bounds of the seconds that a micro-batch takes to other stages and back.
 
-        The list has a number for each stage from ``first`` on. The number is -inf if no feature map
-        gets to this stage, or no gradient returns from it.
+        The list has a number for each stage from ``first`` on: the forward pass goes from stage
+        ``first`` to that stage, the backward pass goes back. The number is -inf if no feature map
+        gets to that stage, or no gradient returns from it.
         """
         there, back = ([-math.inf] * len(self.forward) for _ in range(2))
         there[first], back[first] = self.forward[first], self.backward[first]

@@ -29,8 +29,8 @@ class Task(NamedTuple):
 
     Attributes:
         kind: the purpose of the task, such as ``computing``.
-        after: the numbers of the tasks that must end before this one begins. They are smaller than
-            the number of this task, which is its index in the list of tasks.
+        after: the numbers of the tasks that must end before this one begins. A task's number is its
+            index in the list of tasks. A task can only wait for tasks with smaller numbers.
         seconds: seconds of the computation, or the latency of the message.
         size: the number of bytes of the message, which travel after ``seconds``.
         links: the links over which the bytes travel; empty for a computation.

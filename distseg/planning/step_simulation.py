@@ -26,7 +26,7 @@ class Noise:
         spread: standard deviation of the logarithm of each computation's duration. The mean
             duration does not change.
         stragglers: the share of ranks that are slow during the whole step.
-        slower: the factor by which they are slower.
+        slower: the factor by which the slow ranks are slower.
         steps: the number of steps that are simulated with random delays.
         seed: the seed of the random numbers.
     """

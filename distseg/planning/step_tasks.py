@@ -133,9 +133,9 @@ def step_tasks(
         work: the training step.
         layout: the layout.
         balance: the number of layers of each stage.
-        cluster: the nodes of the job. They have the same number of ranks as the layout.
-        bucket: least bytes of gradients that are summed together, during the last backward pass; by
-            default all gradients are summed after this pass, as distseg does.
+        cluster: the nodes of the job, which together have the same number of ranks as the layout.
+        bucket: smallest number of bytes of gradients that are summed together, during the last
+            backward pass. By default all gradients are summed after this pass, as distseg does.
 
     Raises:
         ValueError: the cluster has another number of ranks than the layout.
@@ -209,7 +209,8 @@ def _parts(layers: Iterable[int], weights: Sequence[float], bucket: float | None
     Args:
         layers: the layers of the stage.
         weights: the bytes of each layer's weights.
-        bucket: the least bytes of each part except the last one; None for a single part.
+        bucket: the smallest number of bytes of a part, except for the last part; None for a single
+            part.
     """
     found = [0.0]
     for number in reversed(list(layers)):

@@ -52,10 +52,10 @@ def budget_of(memory: int, base: int, what: str) -> float:
 
 
 def smallest_budget(memory: int, base: int, what: str, comm) -> float:
-    """Return the bytes that activations may take on every rank of ``comm``.
+    """Return the number of bytes that activations may take, the same on every rank of ``comm``.
 
-    This is the smallest result of :func:`budget_of` over the ranks. All ranks of ``comm`` must call
-    this function together, and all get the same number.
+    Each rank computes how many bytes its activations may take (:func:`budget_of`). The smallest of
+    these numbers is returned on all ranks. All ranks of ``comm`` must call this function together.
 
     Args:
         memory: the value of ``streaming.memory`` in bytes.

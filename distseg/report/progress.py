@@ -92,8 +92,8 @@ class Progress(SilentProgress):
     def details(self) -> list[str]:
         """Return texts such as ``['12.3 Mpx/s', '40% of the next step', 'loss 0.3451']``.
 
-        They are the rate, the fraction that :meth:`partly` set, and the fields of :meth:`advance`.
-        The fraction is left out if :meth:`partly` was not called.
+        The texts are the rate, the fraction that :meth:`partly` set, and the fields of
+        :meth:`advance`. The fraction is left out if :meth:`partly` was not called.
         """
         rate = [si(self.pixels / self.seconds, "px/s")] if self.pixels and self.seconds > 0 else []
         rate += [f"{self.share:.0%} of the next {self.unit}"] if self.share else []

@@ -239,7 +239,8 @@ _NEARLY = 1.125
 class VectorMap:
     """Stored vector of the image, such as its channel means, used in place of a :class:`Map`.
 
-    The methods are those of :class:`Map`. Every tile reads the same vector, so they ignore ``box``.
+    The methods are those of :class:`Map`. Every tile reads the same vector, so the methods ignore
+    ``box``.
 
     Args:
         box: the box that a :class:`Map` would store.

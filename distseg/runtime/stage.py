@@ -115,8 +115,8 @@ class Stage:
         Args:
             m: the index of the micro-batch.
             gradients: for each outgoing edge, the number of its feature map and the gradients of
-                all tile batches. The last stage ignores them, because its head computes the
-                gradient.
+                all tile batches. The last stage ignores this argument, because its head computes
+                the gradient.
         """
         unit, inputs, outputs = self._kept.pop(m)
         if self.head:

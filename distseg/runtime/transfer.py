@@ -181,7 +181,7 @@ class Transfers:
 
     Args:
         comm: the ranks of the pipeline. Feature maps with the same sender, receiver and tag travel
-            one after another. Both ranks must therefore begin them in the same order.
+            one after another. Both ranks must therefore begin these transfers in the same order.
     """
 
     def __init__(self, comm):
@@ -263,8 +263,8 @@ def _strip(box: Box, first: int, stop: int) -> Box:
 def _head(stored: Map | VectorMap) -> Tensor:
     """Return the header of a transfer: numbers from which the receiver makes a map like this one.
 
-    They are the number of images, the number of channels, the dtype, and a number for the memory
-    format (2 for a vector of the image).
+    These numbers are the number of images, the number of channels, a number for the dtype, and one
+    for the memory format (2 for a vector of the image).
     """
     return torch.tensor(
         [

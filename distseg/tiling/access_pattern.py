@@ -80,7 +80,7 @@ class Gather(AccessPattern):
     """The access pattern of a convolution, pooling or padding.
 
     Attributes:
-        kernel, stride, dilation: those of the layer along this dim.
+        kernel, stride, dilation: the settings of the layer along this dim.
         before, after: number of cells of padding before and after the map.
         ceil: True if a last kernel window that extends beyond the map makes an output too
             (``ceil_mode``).
@@ -150,7 +150,7 @@ class Scatter(AccessPattern):
     """The access pattern of a transposed convolution or of nearest up-sampling.
 
     Attributes:
-        kernel, stride, dilation: those of the layer along this dim.
+        kernel, stride, dilation: the settings of the layer along this dim.
         before: number of cells that are cut off at each end of the output (``padding``).
         extra: number of cells by which the output is longer at its end (``output_padding``).
     """

@@ -322,7 +322,8 @@ def owned_tiles(image, grid, per_rank, coordinates, reach: ReceptiveField) -> li
     Args:
         image: size of the image in pixels.
         grid: the number of ranks along each dim.
-        per_rank: the number of tiles along each dim that each rank owns. They form one block.
+        per_rank: the number of tiles along each dim that each rank owns. The tiles of a rank form
+            one block.
         coordinates: the position of the rank in the grid.
         reach: halo and stride of the network.
     """

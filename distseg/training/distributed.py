@@ -214,8 +214,8 @@ class DistributedModel(nn.Module):
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """Copy the values of a state dict into the tensors of this rank's layers.
 
-        All ranks must call it together. If replicas give different values, all of them get the
-        values of the first replica.
+        All ranks must call it together. If replicas give different values, all replicas get the
+        values of the first one.
 
         Args:
             state_dict: a state dict of the user's module, or of this rank.
@@ -497,7 +497,8 @@ class DistributedModel(nn.Module):
 
         Args:
             given: the user's argument ``criterion`` of :meth:`backward`.
-            targets: the targets of the step. The check computes the criterion on a part of them.
+            targets: the targets of the step. The check computes the criterion on a part of the
+                targets.
         """
         key = given if isinstance(given, str) else id(given)
         form = (str(targets.dtype), ()) if self._outputs.whole else targets.form
@@ -790,8 +791,8 @@ class DistributedModel(nn.Module):
         """Return this rank's part of images or targets, for ``model(shard)`` and a criterion.
 
         Args:
-            array: images or targets in a form that :meth:`backward` takes. They are read when the
-                shard is used.
+            array: images or targets in a form that :meth:`backward` takes. The pixels are read when
+                the shard is used.
         """
         return Shard(self, array)
 
@@ -988,9 +989,9 @@ class DistributedModel(nn.Module):
 class _LossOfAllTiles(torch.autograd.Function):
     """Autograd function that computes the loss of a step from this rank's partial sums (B, sums).
 
-    Partial sums are sums over the pixels of a tile. The forward pass adds those of all ranks and
-    returns the loss, a scalar tensor, equal on all ranks. The backward pass returns the gradient of
-    this rank's partial sums.
+    Partial sums are sums over the pixels of a tile. The forward pass adds the partial sums of all
+    ranks and returns the loss, a scalar tensor, equal on all ranks. The backward pass returns the
+    gradient of this rank's partial sums.
     """
 
     @staticmethod

@@ -243,8 +243,8 @@ class Engine(ParameterUpdate):
     def _budget(self, memory: int) -> float:
         """Return the number of bytes that the activations of a streamed tile may take.
 
-        All ranks must call it together. They get the same number, because each rank computes the
-        tile sizes of all stages.
+        All ranks must call it together. All ranks get the same number, because each rank computes
+        the tile sizes of all stages.
 
         Args:
             memory: the memory limit of a rank in bytes (setting ``streaming.memory``).

@@ -25,8 +25,8 @@ _JOINT = (torch.optim.LBFGS,)
 def refuse_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Make PyTorch refuse norms of these parameters' gradients, and joint updates of them.
 
-    After the call, PyTorch's functions raise a ValueError for the parameters: those that clip by
-    the norm of gradients, and optimizers such as LBFGS. The first call replaces PyTorch's function
+    After the call, PyTorch's functions that clip by the norm of gradients raise a ValueError for
+    these parameters, and so do optimizers such as LBFGS. The first call replaces PyTorch's function
     that computes the norm of gradients by one that checks its arguments first.
 
     Args:

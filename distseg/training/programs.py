@@ -79,8 +79,8 @@ class StepPrograms:
     A rank's operations depend on its tile and on its rank in the pipeline, which are arguments of
     the methods. Tiles are numbered in row-major order. All sample groups have the same operations.
     With streamed tiles, :meth:`streamed` returns the operations. Without streaming, :meth:`kept`
-    returns them, and :attr:`orders`, :attr:`together` and :attr:`needs_loss_grad_first` describe
-    them.
+    returns the operations, and :attr:`orders`, :attr:`together` and :attr:`needs_loss_grad_first`
+    describe their order.
 
     Args:
         config: the settings of the training.

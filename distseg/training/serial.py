@@ -185,7 +185,7 @@ class WeightUpdate:
         Args:
             epoch: the number of the epoch, on which the learning rate of some parameters depends
                 (setting ``optim.thaw``).
-            gradients: gradients by name; by default those in the parameters' ``grad``.
+            gradients: gradients by name; by default the ``grad`` of each parameter.
         """
         set_learning_rate(self._optimizer, self._rate, epoch)
         for name, gradient in (gradients or {}).items():
@@ -286,7 +286,7 @@ def _forward(
 
     Returns:
         The loss with its autograd graph, and the mode :class:`_Whole` in which the passes ran. This
-        object has recorded the inputs of batch norms. With them its method ``commit`` updates the
+        object has recorded the inputs of batch norms, from which its method ``commit`` updates the
         running statistics.
     """
     logits = {}

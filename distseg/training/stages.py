@@ -73,7 +73,7 @@ class StageCut:
         return Partition.from_balance(calls, balance, placement)
 
     def joint_partition(self, world) -> Partition | None:
-        """Return the result of :meth:`partition` on all ranks; only rank 0 computes it.
+        """Return the partition of the model into stages on all ranks; only rank 0 computes it.
 
         The search for a balance runs the network on the meta device, for which PyTorch imports
         torch.compile. This import takes as long as that of PyTorch itself, so the other ranks
@@ -127,7 +127,8 @@ class StageCut:
     def _policy(self) -> Policy:
         """Return the pipeline settings with which the planner estimates the time of stages.
 
-        They are the number of micro-batches, the schedule and which activations are recomputed.
+        These settings are the number of micro-batches, the schedule and which activations are
+        recomputed.
         """
         config, pipeline = self.config, self.config.pipeline
         if not config.streaming.active:

@@ -78,8 +78,8 @@ class LossHead:
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
         """Return, for each tile batch, the partial sums of the loss with their autograd graph.
 
-        They are tensors (images, sums): sums over the pixels of the tile, of which the loss is a
-        function.
+        Partial sums are sums over the pixels of the tile, of which the loss is a function. Each
+        tensor in the result is (images, sums).
 
         Args:
             unit: the micro-batch.
@@ -110,7 +110,7 @@ class LossHead:
     def note_counts(self, units: Iterable[MicroBatch]) -> None:
         """Add the partial sums that depend only on labels, such as the number of valid pixels.
 
-        They are added to the table of the partial sums of the step. The loss gradient of a linear
+        The table of the partial sums of the step gets these sums. The loss gradient of a linear
         loss, such as cross-entropy, depends on no other sums.
 
         Args:
@@ -167,7 +167,7 @@ class LossHead:
     def _fetch(self) -> None:
         """Copy the partial sums that are still on a GPU to the CPU, and add them to the table.
 
-        All of them are copied together, so the CPU waits for the GPU only once.
+        All sums are copied together, so the CPU waits for the GPU only once.
         """
         if self._noted:
             places, rows = zip(*self._noted)

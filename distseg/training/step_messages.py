@@ -29,9 +29,9 @@ STEPS = 2  # In the first step, stages also send the shapes of their results.
 
 
 def prove_order(programs: StepPrograms, rules: Rules = MESSAGES) -> list[list[Step]]:
-    """Prove that the messages of all ranks cannot deadlock, and return them.
+    """Prove that the messages of all ranks cannot deadlock, and return these messages.
 
-    They are the messages of the first two optimizer steps of a job; later steps repeat those of the
+    The first two optimizer steps of a job are checked; later steps repeat the messages of the
     second. The result has, for each rank, the list of its sends, receives and waits.
 
     Args:

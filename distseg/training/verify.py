@@ -170,8 +170,8 @@ class StoreImages:
         seed: the seed of the order of images, crops and augmentation.
         batch: number of images that every step takes.
         step: the number of the step, counted from the beginning of the training.
-        context: the least context of each crop, which is the pixels around the crop that the
-            network sees (:func:`distseg.data.surroundings.box_around`); None for no context.
+        context: the smallest number of pixels around a crop that the network also sees, and the
+            network's stride (:func:`distseg.data.surroundings.box_around`); None for no context.
 
     Attributes:
         epoch: the number of the epoch that the step belongs to.

@@ -38,7 +38,8 @@ class Case:
 
         Args:
             mesh, pipeline, spatial: the user's settings of these sections. The balance of stages is
-                kept if the case has as many stages, and several tiles of a rank are kept.
+                kept if the case has the same number of stages, and several tiles of a rank are
+                kept.
         """
         found = dict(self.layout.values())
         if pipeline.balance and self.layout.stages == mesh.stages:

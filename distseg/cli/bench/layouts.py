@@ -86,8 +86,8 @@ def _length(layout: MeshLayout, axis: str) -> int:
 def grown_layout(layout: MeshLayout, ranks: int, axis: str) -> MeshLayout:
     """Return a layout on a number of ranks that differs in one axis of the mesh.
 
-    A grid of tiles keeps its shape if it has as many tiles already. Otherwise it becomes nearly
-    square.
+    A grid of tiles keeps its shape if it has the required number of tiles already. Otherwise it
+    becomes nearly square.
 
     Args:
         layout: the layout.

@@ -39,10 +39,10 @@ class Steps:
     """Settings by which the steps of all cases are measured.
 
     Attributes:
-        config: the settings of the steps. A case replaces those that describe the layout.
+        config: the settings of the steps. A case replaces the settings that describe the layout.
         random: True for random images of a case's size, False for the images of the store.
         repeats: number of measured steps.
-        warmup: number of steps before them, which are not measured.
+        warmup: number of steps that run before the measured steps.
         device: the device of this rank.
     """
 
@@ -55,7 +55,8 @@ class Steps:
     def measured(self, case: Case, comm: Communicator) -> Measurement:
         """Measure a case and return its figures, without a prediction.
 
-        ``comm`` must have as many ranks as the layout of the case. They must call it together.
+        All ranks of ``comm`` must call the method together. Their number must be the number of
+        ranks of the case's layout.
 
         Raises:
             JointFailure: the step cannot be computed in this layout, or its loss is not finite.
@@ -115,7 +116,7 @@ def on_first_ranks(world: Communicator, count: int, work: Callable[[Communicator
     Args:
         world: the communicator of all ranks.
         count: the number of ranks that work.
-        work: a function that gets the communicator of the first ranks. All of them call it.
+        work: a function that gets the communicator of the first ranks. All these ranks call it.
 
     Raises:
         JointFailure: ``work`` has raised a JointFailure on all of the first ranks.

@@ -33,7 +33,7 @@ def ratio(factor: float, a: Measurement, b: Measurement) -> Range:
 
 
 def speed_up(one: Measurement, reference: Measurement) -> Range:
-    """Return the speed-up of a case: how many times as many pixels a second it has as one rank.
+    """Return the speed-up of a case: its pixels a second, divided by those of one rank.
 
     The speed-up of the reference is set to its number of ranks. The smallest value compares the
     slowest repeat of the case with the fastest of the reference, the largest value the reverse.

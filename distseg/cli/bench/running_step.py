@@ -61,9 +61,9 @@ class RunningStep:
         return read / owned
 
     def traced(self) -> dict[str, Any]:
-        """Run the step with a trace, and return two fields of a measurement as a dict.
+        """Run the step with a trace, and return ``parts`` and ``busiest`` as a dict.
 
-        They are ``parts`` and ``busiest`` of :class:`distseg.cli.bench.results.Measurement`.
+        :class:`distseg.cli.bench.results.Measurement` has fields with these names.
         """
         engine, comm = self.engine, self.comm
         trace = watch(engine, comm)
@@ -82,7 +82,7 @@ class RunningStep:
 
         Args:
             sent: the messages that this rank sent through the communicators of distseg.
-            steps: the number of steps in which it sent them.
+            steps: the number of steps in which these messages were sent.
         """
         own = {name: number // steps for name, number in asdict(sent).items()}
         if self.engine.reducer.name in ("horovod", "nccl"):  # which have connections of their own

@@ -46,7 +46,7 @@ class Georeference:
 
     @classmethod
     def from_json(cls, tags: Any) -> Georeference | None:
-        """Return the georeference that :meth:`to_json` converted; None for None.
+        """Return a georeference from its JSON form, as :meth:`to_json` makes it; None for None.
 
         Raises:
             TypeError, ValueError: ``tags`` is not a georeference.

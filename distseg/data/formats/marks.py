@@ -140,8 +140,8 @@ def unread_nodata(page) -> tuple[str, ...]:
 def unread_scale(page) -> tuple[str, ...]:
     """Return a note if GDAL's metadata give a scale or an offset for pixels.
 
-    distseg does not apply them. The result is a tuple with the note. It is empty if there is no
-    scale or offset, or if they would change no pixel.
+    distseg does not apply such a scale or offset. The result is a tuple with the note. It is empty
+    if there is no scale or offset, or if they would change no pixel.
 
     Args:
         page: tifffile's page, which has the tags.

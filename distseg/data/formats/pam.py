@@ -21,8 +21,8 @@ def beside(path: Path) -> Path:
 def nodata_values(path: Path) -> list[str]:
     """Return the pixel values that mean "no data", from GDAL's metadata file of an image.
 
-    They are texts, each different value once, because bands may have different values. The list is
-    empty if there is no such file.
+    Bands may have different values. The list has each value once, as text. It is empty if there is
+    no metadata file.
 
     Args:
         path: the image.

@@ -359,8 +359,8 @@ class Segments:
     ) -> tuple[np.ndarray | None, tuple[int, ...], tuple[int, ...]]:
         """Return the pixels of a strip or tile of a page, its position and its shape.
 
-        The pixels have the shape (depth, height, width, bands). They are None if a sparse file
-        leaves the strip or tile out. The position is that of the first pixel in the page:
+        The pixels have the shape (depth, height, width, bands); None stands for the pixels of a
+        strip or tile that a sparse file leaves out. The position is that of the first pixel:
         (separate band, depth, row, column, 0).
 
         Args:
@@ -456,7 +456,7 @@ class Segments:
     def _packed(self, pixels: int) -> int:
         """Return how many bytes of an uncompressed file decode to ``pixels`` bytes of memory.
 
-        In the file they are fewer if a pixel has fewer bits there than in memory.
+        The result is smaller than ``pixels`` if a pixel has fewer bits in the file than in memory.
         """
         layout = self._layout
         return pixels * layout.bitspersample // (8 * layout.dtype.itemsize)

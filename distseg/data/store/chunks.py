@@ -285,7 +285,7 @@ class ChunkReader(Chunked):
     def _stored(self, index: tuple[int, ...]) -> memoryview:
         """Return the bytes of a chunk as they lie in the file, usually compressed.
 
-        The next call in the same thread overwrites them.
+        The next call in the same thread overwrites the returned bytes.
 
         Args:
             index: the chunk's number along each dim.

@@ -72,7 +72,7 @@ class Entry:
 
     @classmethod
     def from_json(cls, entry: dict, version: int) -> Entry:
-        """Return the entry that :meth:`to_json` converted.
+        """Return an entry of the index from its JSON form, as :meth:`to_json` makes it.
 
         Args:
             entry: the result of :meth:`to_json`.

@@ -94,7 +94,7 @@ class Source:
 
     @classmethod
     def from_json(cls, found: dict | None) -> Source | None:
-        """Return the source that :meth:`to_json` converted; None for None.
+        """Return a source from its JSON form, as :meth:`to_json` makes it; None for None.
 
         Raises:
             KeyError, TypeError, ValueError: ``found`` is not valid.

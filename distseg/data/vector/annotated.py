@@ -473,7 +473,7 @@ def _yolo_names(path: Path, rule: ValueRule) -> tuple[dict[int, str], tuple[str,
 def _names_in(file: Path) -> dict[int, str]:
     """Return the name of each class number in YOLO's ``data.yaml``.
 
-    The file has them as a list, or as a mapping from numbers to names.
+    The file has the names as a list, or as a mapping from numbers to names.
 
     Raises:
         ValueError: the file has no names of classes.

@@ -32,7 +32,7 @@ class LabelMap:
 
     Attributes:
         size: (height, width).
-        read: a function that takes a slice of rows. It returns their labels as they are stored,
+        read: a function that takes a slice of rows. It returns the stored labels of these rows,
             (rows, width), and a mask (rows, width) bool, False for pixels that belong to no object.
             The mask is None if all pixels may belong to an object.
         name_of: a function from a label to the name of its class.
@@ -84,7 +84,7 @@ class LabelMap:
         """Return the labels of a strip, with ``_NO_OBJECT`` where pixels belong to no object.
 
         Args:
-            labels: the labels as they are stored, (rows, width).
+            labels: the stored labels, (rows, width).
             inside: (rows, width) bool, False for pixels that belong to no object; None if all
                 pixels may belong to one.
         """

@@ -163,7 +163,7 @@ def imported_packages(path: Path) -> tuple[Any, Any]:
     All three are optional packages.
 
     Args:
-        path: the vector file that needs them, for the message.
+        path: the vector file that is to be read, for the message.
 
     Raises:
         ValueError: one of the three is not installed; the message names the line that installs it.

@@ -259,7 +259,7 @@ def _plan(
 ) -> _Plan:
     """Return a kernel's arguments for tensors of the given shape and strides.
 
-    They are cached, because making them takes as long as the norm of a small feature map.
+    The arguments are cached, because making them takes as long as the norm of a small feature map.
 
     Args:
         norm: the fields of :class:`Norm` without ``keys``.

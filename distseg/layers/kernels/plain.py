@@ -30,7 +30,7 @@ _CACHED = 1 << 17  # number of values that fit into a CPU's cache
 
 
 def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
-    """Write y, the result of an affine map and activation, to ``out`` and return ``out``.
+    """Apply an affine map and an activation to ``x``, write the result to ``out`` and return it.
 
     The arguments are those of :func:`distseg.layers.kernels.norm.forward`.
     """

@@ -56,9 +56,9 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
 
     Args:
         x: the vector or line.
-        settings: keyword arguments of ``F.interpolate``, or nothing for other calls. With them,
-            ``x`` is a grid of fixed size, such as the output of an adaptive pooling, which the call
-            resizes.
+        settings: keyword arguments of ``F.interpolate``, or nothing for other calls. In a call of
+            ``F.interpolate``, ``x`` is a grid of fixed size, such as the output of an adaptive
+            pooling, which the call resizes.
     """
     if x.line:
         axes = axes_of(

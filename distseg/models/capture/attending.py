@@ -249,7 +249,7 @@ class _Projection:
     """Callable that computes the queries, keys or values of an attention from its input.
 
     It is called with the input (..., channels), a weight and a bias (3 * E,) or None. The bias
-    holds those of queries, keys and values one after the other. The result is (..., E).
+    holds the biases of queries, keys and values one after the other. The result is (..., E).
 
     Args:
         number: 0 for queries, 1 for keys, 2 for values.

@@ -104,9 +104,9 @@ def _is_supported(layer: nn.Module) -> bool:
 def _is_made_of_functions(kind: type) -> bool:
     """Return True if a capture makes layers of the function calls in modules of this class.
 
-    Such classes are those of ``torch.nn.modules.activation`` and LocalResponseNorm, which call for
-    example ``F.softmax``. Pointwise activations are among them, although they also work on a part
-    of an image as they are.
+    The classes are LocalResponseNorm and all in ``torch.nn.modules.activation``, whose modules call
+    for example ``F.softmax``. This includes pointwise activations, although these modules could
+    also be used unchanged on a part of an image.
     """
     return kind.__module__ == nn.modules.activation.__name__ or kind is nn.LocalResponseNorm
 

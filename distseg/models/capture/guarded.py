@@ -142,8 +142,8 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
 def begin_pass(model: nn.Module) -> None:
     """Forget which norms were called in training mode; call this before each forward pass.
 
-    They are remembered because a pass that calls a norm in training mode, and then in evaluation
-    mode, is refused.
+    These norms are remembered because a pass that calls a norm in training mode, and then in
+    evaluation mode, is refused.
     """
     for layer in model.modules():
         _called.discard(layer)

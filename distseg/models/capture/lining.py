@@ -108,9 +108,9 @@ class Turned:
 def lines_spread(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Return the arguments of a pointwise function, with lines repeated to the size of a map.
 
-    A line is a vector whose length depends on the size of the image, such as row means. It is
-    repeated to a map among the arguments. Without such a map, lines that together have all spatial
-    dims are repeated to the map that they span.
+    A line is a vector whose length depends on the size of the image, such as row means. If a map is
+    among the arguments, the lines are repeated to its size. Without a map, lines that together have
+    all spatial dims, such as row means and column means, are repeated to the map that they span.
     """
     values = list(dict.fromkeys(found_in((args, kwargs), Value)))
     if not any(x.line for x in values):

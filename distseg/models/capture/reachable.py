@@ -233,8 +233,8 @@ class _Search:
     def _in_library(self, owner: str, holder: type | types.ModuleType) -> None:
         """Record the numbers, strings and containers of a library that user code mentions by name.
 
-        They are recorded, because a forward pass of the user's network may change them. The code of
-        the library itself is not searched.
+        Such values are recorded, because a forward pass of the user's network may change them. The
+        code of the library itself is not searched.
 
         Args:
             owner: name of ``holder`` in messages.

@@ -751,7 +751,7 @@ class Reader:
         A line is a vector whose length depends on the size of the image, such as row means.
 
         Args:
-            lines: inputs of the current call. Maps among them are refused.
+            lines: inputs of the current call. An input that is a map is refused.
             axes: the meaning of each dim of the call's result.
         """
         if not all(x.vector for x in lines):
@@ -1049,8 +1049,8 @@ class Reader:
 
         Args:
             value: reference to the weight.
-            own: parameters and buffers of the layer, by their names in the layer. Those that the
-                steps read are added.
+            own: parameters and buffers of the layer, by their names in the layer. Further ones that
+                the steps read are added.
         """
         steps: list[Step] = []
         written = self._written(value, (), own, steps, {})
@@ -1073,8 +1073,9 @@ class Reader:
         Args:
             tree: arguments of the user's call.
             maps: inputs of the layer.
-            own: parameters and buffers of the layer; those that occur in ``tree`` are added.
-            steps: steps of the layer; those that compute a tensor from parameters alone are added.
+            own: parameters and buffers of the layer. Further ones that occur in ``tree`` are added.
+            steps: steps of the layer. Steps that compute a tensor of ``tree`` from parameters alone
+                are added.
             places: the index i of ``Map(i)`` for each tensor that a step computes. Inputs have the
                 first indices, and steps the next ones.
         """

@@ -76,8 +76,8 @@ def over_places(
     position along these (a line, such as row means). Otherwise it is a vector without positions.
 
     Args:
-        over: dims of the map ``x`` in user code over which the call reduces. Dims of channels among
-            them keep their length here.
+        over: dims of the map ``x`` in user code over which the call reduces. Dims that hold
+            channels keep their length here.
         make: function that makes the layer of the statistic.
         what: suffix of the layer's name.
     """
@@ -349,7 +349,7 @@ def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value
 def largest_of(reader: Reader, x: Value, k: int, dim: int, least: bool = False) -> Value:
     """Add layers for the ``k`` largest numbers along a dim that holds all positions.
 
-    Return them as a vector, the largest first, with the length ``k`` along this dim.
+    Return these numbers as a vector, the largest first, with the length ``k`` along this dim.
 
     Args:
         x: a map such as (N, C, H * W).

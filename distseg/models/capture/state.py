@@ -95,7 +95,7 @@ class TensorPrint(NamedTuple):
     """Fingerprint (*print*) of a tensor, which shows whether a forward pass has changed the tensor.
 
     Attributes:
-        shape, dtype, requires_grad: those of the tensor.
+        shape, dtype, requires_grad: the tensor's attributes of these names.
         content: a digest of the tensor's numbers. For a large tensor it is the sum of its bytes,
             its id and its version; for a tensor on the meta device its id and version. Id and
             version are None if copies of a module are compared.

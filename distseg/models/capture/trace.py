@@ -783,12 +783,12 @@ class _Recorder(TorchFunctionMode):
     def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
         """Mark all tensors that share memory with an overwritten tensor as unknown.
 
-        A later call that takes one of them is refused.
+        A later call that takes a tensor marked as unknown is refused.
 
         Args:
             called: the call that overwrote tensors.
             changed: ids of the tensors that the call overwrote.
-            made: ids of the tensors whose new value is recorded already. They stay known.
+            made: ids of the tensors whose new value is recorded already. These tensors stay known.
 
         Raises:
             Hidden: the call changes a parameter or buffer that is not a norm's running statistic.
@@ -816,7 +816,7 @@ class _Recorder(TorchFunctionMode):
     def _sharing_with(self, changed: set[int]) -> list[tuple[int, _Known]]:
         """Return all recorded tensors that share memory with one of the tensors ``changed``.
 
-        The tensors ``changed`` themselves are among them.
+        The result includes the tensors ``changed`` themselves.
 
         Args:
             changed: ids of tensors; ids of tensors that are not recorded are ignored.

@@ -46,8 +46,8 @@ def save(
         model: from :func:`distseg.distribute`.
         optimizers: the optimizer, or a list of several.
         step: number of steps done, by which the checkpoint is named.
-        extra: further values to keep, such as ``{"scheduler": scheduler.state_dict()}``. They must
-            be numbers, texts, and lists and dicts of these.
+        extra: further values to keep, such as ``{"scheduler": scheduler.state_dict()}``. These
+            values must be numbers, texts, and lists and dicts of these.
         keep: number of newest checkpoints to keep. Older ones are deleted.
 
     Returns:

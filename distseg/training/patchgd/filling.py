@@ -185,7 +185,8 @@ class Filler:
     def commit_statistics(self, unbiased: bool = False) -> None:
         """Update the norms' running statistics from all forward passes since the last update.
 
-        All sample groups must call it together. They exchange one message.
+        All sample groups must call the method together. They exchange the statistics in one
+        message.
 
         Args:
             unbiased: True for the variance of n values with the factor 1 / (n - 1), as in PyTorch's

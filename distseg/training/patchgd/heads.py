@@ -331,9 +331,9 @@ class ConvHead(nn.Module):
 class TransformerHead(nn.Module):
     """Transformer head for grids of any size: (N, s, *grid) -> (N, K).
 
-    The patches are the tokens. A sinusoidal encoding of their position is added to them. A
-    transformer encoder reads them (:class:`torch.nn.TransformerEncoder`). A linear layer takes the
-    mean of the encoder's output over the tokens.
+    The patches are the tokens. A sinusoidal encoding of the patch's position is added to each
+    token. A transformer encoder reads the tokens (:class:`torch.nn.TransformerEncoder`). A linear
+    layer takes the mean of the encoder's output over the tokens.
 
     Args:
         features, channels, outputs: s features per patch, the width of the head, K outputs.

@@ -40,7 +40,7 @@ def starts_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) ->
 def patches_of(
     size: tuple[int, ...], patch: tuple[int, ...], step: tuple[int, ...]
 ) -> tuple[Box, ...]:
-    """Return the boxes of the patches of an image, row by row. Together they cover the image.
+    """Return the boxes of the patches of an image, row by row. The patches cover the image.
 
     All patches have the size ``patch``. Along a dim where the image is smaller than ``patch``, they
     have the size of the image.

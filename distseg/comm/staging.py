@@ -45,7 +45,7 @@ def upload(
 ) -> Tensor:
     """Return a copy of a tensor of host memory on a device, without waiting for the stream.
 
-    ``x`` may be deleted at once. On a CPU the result may be ``x`` itself.
+    ``x`` may be deleted immediately. On a CPU the result may be ``x`` itself.
 
     Args:
         dtype: the dtype of the copy; None for the dtype of ``x``.

@@ -174,8 +174,8 @@ def with_boundaries(scores: dict, counts: np.ndarray, names: Sequence[str]) -> d
 class BoundaryCounter:
     """Counter of the boundary pixels of one image, whose predicted tiles come in any order.
 
-    The inner part of a tile is counted at once. The pixels near its border are counted at the end,
-    because they depend on the pixels of the tiles beside it.
+    The inner part of a tile is counted immediately. The pixels near its border are counted at the
+    end, because they depend on the pixels of the tiles beside it.
 
     Args:
         size: the size of the image in pixels.

@@ -442,7 +442,7 @@ def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:
     Args:
         model: the network.
         size: the size of the images in pixels.
-        images: the number of images with which the module is called at once.
+        images: the number of images in the batch with which the module is called.
 
     Raises:
         ValueError: the calls differ. The message names the difference.

@@ -153,7 +153,7 @@ def _smallest_above(
 
 
 def _first(start: int, stop: int, fulfils: Callable[[int], bool], guess: int) -> int:
-    """Return the least number from ``start`` to ``stop`` - 1 that fulfils a condition.
+    """Return the smallest number from ``start`` to ``stop`` - 1 that fulfils a condition.
 
     The result is ``stop`` if no number does. All numbers above the result must fulfil the condition
     too. The search begins at ``guess`` and doubles its steps, so that few numbers are tested if the
@@ -205,7 +205,7 @@ def _possible(layers: int) -> np.ndarray:
 
 
 def _cheapest(costs: Sequence[np.ndarray], combine: Callable) -> tuple[float, list[int]]:
-    """Return the least combined cost of all splits, and the number of layers per stage for it.
+    """Return the lowest combined cost of a split, and the number of layers of each of its stages.
 
     Args:
         costs: for each stage, (n + 1, n + 1), the cost of layers a..b-1 in entry [b, a]; infinite

@@ -461,7 +461,7 @@ Bytes = float | np.ndarray
 class StageTensors(NamedTuple):
     """Bytes of tensors of one stage on one tile, for one micro-batch.
 
-    For all possible stages at once, each attribute is an array
+    If the bytes are computed for all possible stages together, each attribute is an array
     (:meth:`NetworkTensors.least_of_stages`).
 
     Attributes:

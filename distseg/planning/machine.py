@@ -36,7 +36,8 @@ class Machine:
         name: the name of the machine.
         arithmetic: FLOP/s of convolutions.
         traffic: bytes/s between the device and its memory, reading and writing together.
-        call: the least seconds that a layer takes, forward or backward, however small it is.
+        call: the shortest time in seconds that a layer takes, forward or backward, however small it
+            is.
         latency: seconds until a message arrives, however small it is.
         link: bytes/s of messages between two ranks of a node, in one direction.
         network: bytes/s of messages of a node to other nodes, in one direction.

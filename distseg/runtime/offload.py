@@ -39,7 +39,7 @@ class Map:
             and memory format.
         folder: the folder of the file; None stores the map in memory.
         zero: True to fill a map in memory with zeros, so that parts can be added to it. This makes
-            the process occupy all of the map's memory at once. A file always begins with zeros.
+            the process occupy all of the map's memory immediately. A file always begins with zeros.
         rows: True if nearly all parts that are read or written are whole rows. The file of a
             channels-first map is then channels-first too.
 

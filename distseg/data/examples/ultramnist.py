@@ -70,7 +70,7 @@ def prepare_ultramnist(
         output: the store to write.
         size: height and width of an image, at least 64.
         images: number of train, val and test images. Each split uses its own digits of MNIST.
-        digits: the least and the largest number of digits in an image.
+        digits: the smallest and the largest number of digits in an image.
         seed: seed of all images.
         overwrite: True if an existing store may be replaced.
         sum_below: use only sums below this number, each with the same number of images. None draws
@@ -208,7 +208,7 @@ def scene_of(
     Args:
         key: key of the image's random numbers.
         size: height and width of the image.
-        digits: the least and the largest number of digits.
+        digits: the smallest and the largest number of digits.
         sums: number of possible sums of the digits: 0 to sums - 1.
         by_value: for each value from 0 to 9, the indices of MNIST's digits with this value.
         total: the sum of the digits; None to draw it uniformly among the possible sums.

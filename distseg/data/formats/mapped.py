@@ -23,7 +23,7 @@ def mapped_array(
     """Return an uninitialised array: in memory up to 16 MiB, else in a scratch file.
 
     The scratch file has no name and vanishes with the array or the process. All its bytes are
-    reserved at once, so that the disk cannot run full later.
+    reserved immediately, so that the disk cannot run full later.
 
     Args:
         shape: the shape of the array.

@@ -54,7 +54,7 @@ class Stored:
         dtype: the dtype of its numbers.
         chunk: the shape of the part of the array that one file holds: a chunk, or a shard, which
             consists of several chunks.
-        decoded: the shape of the part that is decoded at once: a chunk.
+        decoded: the shape of the part that can only be decoded as a whole: a chunk.
         fill: the value of chunks that have no file.
         prefix: the beginning of the name of a chunk's file.
         separator: the text between the chunk's indices in the name of its file.

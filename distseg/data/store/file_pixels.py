@@ -103,7 +103,7 @@ class FilePixels(Chunked):
         return reader
 
     def _read_part(self, reader: Reader, part: Box) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-        """Read a part of the image at once; yield the index and the pixels of each of its chunks.
+        """Read a part of the image in one piece; yield each chunk's index and pixels.
 
         Args:
             reader: the reader of the image file.

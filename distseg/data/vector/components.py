@@ -227,8 +227,8 @@ class Numbers:
 
     An object is a set of connected pixels of one label. A later strip may show that two objects
     are one. So the map is read twice. The first time, a scratch file collects which provisional
-    ids belong together. The second time (:meth:`numbered`), each pixel gets the number of its
-    object at once. Memory holds the ids of one strip and of the objects in its last row.
+    ids belong together. The second time (:meth:`numbered`), each pixel immediately gets the number
+    of its object. Memory holds the ids of one strip and of the objects in its last row.
 
     Args:
         strips: strips of labels (rows, width), from top to bottom.

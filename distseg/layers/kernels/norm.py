@@ -97,7 +97,7 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
     Args:
         g: the gradient of the loss by y, the result of :func:`forward`, (1, C, *size).
         x: the input of :func:`forward`, (1, C, *size).
-        affine: the map of :func:`forward`.
+        affine: the affine map and activation of :func:`forward`.
     """
     found = torch.empty(2, x.shape[1], dtype=torch.float64)
     _call("sums", lies_last(x), [g, x], affine, [found[0], found[1]])
@@ -115,7 +115,7 @@ def gradient(
     Args:
         g: the gradient of the loss by y, the result of :func:`forward`, (1, C, *size).
         x: the input of :func:`forward`, (1, C, *size).
-        affine: the map of :func:`forward`.
+        affine: the affine map and activation of :func:`forward`.
         tilt, shift: vectors (C,) that give the gradient through the statistics.
         own: the box of the owned cells, over which the statistics were taken.
         out: ``torch.empty_like(x)``; it is returned.

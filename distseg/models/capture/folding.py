@@ -202,7 +202,7 @@ class Folding:
         return tuple(along.get(d, alone) for d in range(self.dims))
 
     def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments of the convolution layer that computes all T frames at once.
+        """Return the arguments of the convolution layer that computes all T frames in one call.
 
         Args:
             args, kwargs: arguments of the layer's class, such as ``nn.Conv2d``, for one frame: the

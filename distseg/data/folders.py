@@ -207,8 +207,8 @@ def _listed(folder: Path) -> list[os.DirEntry]:
 def mask_files(folder: Path) -> dict[str, Path]:
     """Return the masks of a folder as a dict {name without ending: path}, sorted by name.
 
-    Masks are the image files of the folder. In a folder without image files, masks are the vector
-    files; in a folder without vector files too, masks are the text files of YOLO.
+    Masks are the image files of the folder. Without image files, masks are the vector files.
+    Without vector files too, masks are the text files of YOLO.
 
     Raises:
         FileNotFoundError: the folder does not exist.

@@ -130,7 +130,7 @@ def page_of(name: str, results: Sequence[Result]) -> BenchPage:
 def network_text(result: Result) -> str:
     """Return a text with the name of the measured network and its number of parameters.
 
-    For results of ``distseg bench io``, which measures reading, it is the name of the store.
+    For results of ``distseg bench io``, which measures reading, the text names the store instead.
     """
     if result.kind == "io":
         return f"store {result.data}"

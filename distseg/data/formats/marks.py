@@ -182,8 +182,8 @@ def tiff_colours(page, bands: int) -> str | None:
 def _late_exif(path: Path) -> bytes:
     """Return the EXIF data of a PNG file; empty if it has none.
 
-    EXIF data may follow the pixels in the file. Pillow would decode the pixels to get there; this
-    function skips the pixels.
+    EXIF data may follow the pixels in the file. Pillow would decode the pixels to find the data;
+    this function skips the pixels.
     """
     with open(path, "rb", buffering=0) as file:
         file.seek(8)

@@ -124,7 +124,7 @@ def _in_scratch(
 
     Args:
         rings: the rings of the object in a scratch file, with corners in columns and rows.
-        chosen: an array as for :func:`_in_memory`. If it is empty, the object is left out and
+        chosen: the index of the object, as an array (1,). An empty array leaves the object out, so
             nothing is yielded.
         world: the georeference of the map, in whose coordinates the rings are returned.
     """

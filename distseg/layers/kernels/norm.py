@@ -79,7 +79,7 @@ def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
 
     Args:
         x: one image or a part of it, (1, C, *size).
-        affine: the parameters of the map and of the activation. Its class has the formula.
+        affine: the parameters of the formula that :class:`Affine` documents.
         out: ``x`` itself or ``torch.empty_like(x)``.
     """
     last = lies_last(x)

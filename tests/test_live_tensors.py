@@ -1,6 +1,7 @@
 """Tensors that a stage holds: by hand, and against those that live in a step."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,16 @@ def test_each_received_term_of_a_sum_has_a_gradient_of_its_own():
     network = tensors_of(as_network(Residual()), (32, 32), 1, "fp32", False, loss)
     tile = TileSizes.whole(4)
     assert stage_tensors(network, tile, range(2, 3), {1, 2}, {3}, False).working == 3 * PLANE
+
+
+def test_the_part_of_a_result_that_is_sent_is_copied():
+    """The second convolution and the sum read parts of what the tile holds of the first result."""
+    loss = Loss(LossConfig(), 2, (1.0,))
+    network = tensors_of(as_network(Residual()), (32, 32), 1, "fp32", False, loss)
+    whole = TileSizes.whole(4)
+    part = replace(whole, read=(0.0, 0.75, 0.5, 0.0), maps=(1.0, 1.0, 0.5, 0.5, 0.5))
+    sent = [stage_tensors(network, tile, range(1), (), {1}, False).copied for tile in (whole, part)]
+    assert sent == [0.0, 0.75 * PLANE]
 
 
 def test_a_part_along_two_dims_is_extended_along_one_at_a_time():

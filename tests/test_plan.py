@@ -121,8 +121,8 @@ def test_room_is_made_ahead():
     """Middle stage under 1F1B, F0 F1 B0 F2 B1 B2: during F1 for the gradient of 0 and the input of 2, during B1 for the last gradient."""
     found = holdings(1, 3, Policy(3, "1f1b"))
     assert {
-        Held(2, 0, arriving=1, returning=1),
-        Held(2, 0, returning=1, backward=True),
+        Held(2, 0, arriving=1, returning=1, copied=1),
+        Held(2, 0, returning=1, backward=True, copied=1),
         Held(1, 0, backward=True),
     } <= found
 

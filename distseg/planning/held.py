@@ -81,6 +81,9 @@ class Held(NamedTuple):
             outputs.
         leaving: number of micro-batches whose outputs the next stage has not received yet, and of
             which this stage holds no activations.
+        copied: number of micro-batches whose outputs the next stage has not received yet, and of
+            which this stage holds all activations. If only a part of an output is sent, a copy of
+            this part is held until it is received.
         put_off: number of micro-batches whose backward pass is done, but whose weight gradients are
             still to be computed.
         backward: True if a backward pass is in progress.
@@ -95,6 +98,7 @@ class Held(NamedTuple):
     put_off: int = 0
     backward: bool = False
     passing: bool = False
+    copied: int = 0
 
 
 def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
@@ -129,13 +133,32 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
         if isinstance(action, Forward):
             full, inputs = full + (not dropped), inputs + dropped
             leaving = min(inputs, late)
-            found.add(Held(full, inputs, arriving, returning, leaving, put_off, passing=dropped))
+            found.add(
+                Held(
+                    full,
+                    inputs,
+                    arriving,
+                    returning,
+                    leaving,
+                    put_off,
+                    passing=dropped,
+                    copied=min(full, late),
+                )
+            )
         if isinstance(action, Backward):
             # Activations are recomputed just before the backward pass, while the stage waits for
             # the gradient of its output.
             if dropped:
                 found.add(
-                    Held(full + 1, inputs - 1, arriving, returning + 1, min(inputs, late), put_off)
+                    Held(
+                        full + 1,
+                        inputs - 1,
+                        arriving,
+                        returning + 1,
+                        min(inputs, late),
+                        put_off,
+                        copied=min(full, late),
+                    )
                 )
             found.add(
                 Held(
@@ -146,6 +169,7 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
                     min(inputs - dropped, late),
                     put_off,
                     backward=True,
+                    copied=min(full - (not dropped), late),
                 )
             )
             full -= not dropped

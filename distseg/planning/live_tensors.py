@@ -137,6 +137,15 @@ class NetworkTensors:
         """Return the number of the tensor that holds feature map ``source``; map 0 is the image."""
         return self.layers[source - 1].result if source else 0
 
+    @cached_property
+    def readers(self) -> dict[int, list[tuple[int, int]]]:
+        """For each feature map, its readers: the layer, and the place among the layer's inputs."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for number, reads in enumerate(self.reads):
+            for place, source in enumerate(reads):
+                found.setdefault(source, []).append((number, place))
+        return found
+
     def least_of_stages(self, tile: TileSizes) -> StageTensors:
         """Return lower bounds of the bytes of tensors that stages hold, for all possible stages.
 
@@ -475,6 +484,8 @@ class StageTensors(NamedTuple):
         working: bytes at the peak of a backward pass, beyond ``full``; at least ``building``.
         put_off: bytes that are held after the backward pass until the weight gradients are
             computed, if the schedule computes them later (ZB-H1).
+        copied: bytes of the copy that is made to send a part of the stage's result, where the
+            other stages read less of it than the tile holds; else 0.
     """
 
     full: Bytes
@@ -485,6 +496,7 @@ class StageTensors(NamedTuple):
     passing: Bytes
     working: Bytes
     put_off: Bytes
+    copied: Bytes = 0.0
 
     def load(self, held: Held) -> Bytes:
         """Return the bytes that a stage holds at one moment, over all micro-batches.
@@ -494,6 +506,7 @@ class StageTensors(NamedTuple):
         """
         found = held.full * self.full + held.inputs * self.inputs + held.arriving * self.received
         found += (held.returning + held.leaving) * self.sent + held.put_off * self.put_off
+        found += held.copied * self.copied
         found += self.passing if held.passing else 0.0
         if held.backward:
             return found + self.working
@@ -537,6 +550,7 @@ def stage_tensors(
         passing,
         max(building, working) - full,
         walk.postponed,
+        walk.copied(),
     )
 
 
@@ -570,6 +584,22 @@ class _Walk:
     def size_of_map(self, source: int) -> float:
         """Return the bytes of feature map ``source`` on the tile."""
         return self.network.sizes[self.network.of_map(source)] * self.tile.maps[source]
+
+    def copied(self) -> float:
+        """Return the bytes of the copy that is made to send a part of the stage's result, or 0.
+
+        The result of the last layer is cut to what the layers of other stages read of it. Other
+        feature maps are sent whole.
+        """
+        network, tile, result = self.network, self.tile, self.layers.stop
+        if result not in self.outgoing:
+            return 0.0
+        parts = [
+            tile.read[reader] if place == 0 else tile.maps[reader + 1]
+            for reader, place in network.readers[result]
+        ]
+        whole = not all(0 < part < tile.maps[result] for part in parts)
+        return 0.0 if whole else network.sizes[network.of_map(result)] * max(parts)
 
     def _size(self, number: int) -> float:
         """Return the bytes of tensor ``number`` on the tile.

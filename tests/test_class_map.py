@@ -1,5 +1,6 @@
 """A class map on its way: taken up after an interruption, begun anew for another network, never whole before it is."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -79,6 +80,14 @@ def test_memory_does_not_grow_with_the_map(tmp_path):
         if number >= len(cut) - 2:
             partial.close()
     assert partial.taken_up and peak_memory(cpu) - before < 12e6
+
+
+def test_the_identity_is_the_digest_of_a_text():
+    """Results of older versions have identities of this form, too."""
+    cut = [(tile.start, tile.stop) for tile in TILES]
+    wanted = json.dumps([{"b": np.int64(1), "a": "x"}, SIZE, cut, 3], sort_keys=True, default=int)
+    found = identity_of({"a": "x", "b": np.int64(1)}, SIZE, TILES, 3)
+    assert found == hashlib.sha256(wanted.encode()).hexdigest()
 
 
 def test_taken_up_where_it_was_flushed(tmp_path, found):

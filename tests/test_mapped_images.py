@@ -100,3 +100,50 @@ def test_the_scratch_folder_is_the_one_that_is_named(tmp_path, monkeypatch):
     assert asked == [str(tmp_path)] and [p.name for p in tmp_path.iterdir()] == [
         "a.png"
     ]  # no name leads to the file
+
+
+def mapped_rows(path) -> np.memmap:
+    """An array of 16 MB in a file. A row is as large as a page."""
+    pixels = np.arange(4096 * 1024, dtype="i4").reshape(4096, 1024)
+    path.write_bytes(bytes(100) + pixels.tobytes())
+    return np.memmap(path, "i4", "r+", 100, pixels.shape)
+
+
+@pytest.mark.parametrize("form", ["rows", "turned", "planes", "one plane"])
+def test_a_part_is_copied_piece_by_piece(form, tmp_path, monkeypatch):
+    """A part of each row lies in a page of its own, together with pixels that are not asked for."""
+    array = mapped_rows(tmp_path / "a")
+    if "plane" in form:
+        array = array.reshape(16, 256, 1024)[: 1 if form == "one plane" else None]
+    part = array[..., 70:75]
+    part = part[::-1].T if form == "turned" else part
+    wanted, most = np.array(part), []
+    mapped.let_go(array)
+    let_go = mapped.let_go
+    monkeypatch.setattr(
+        mapped, "let_go", lambda piece: (most.append(resident(array)), let_go(piece))
+    )
+    found = mapped.copied(part)
+    assert np.array_equal(found, wanted) and found.strides == wanted.strides
+    assert len(most) >= (1 if form == "one plane" else 4) and max(most) < 10e6
+    assert resident(array) == 0
+
+
+def test_a_piece_is_written_and_its_pages_are_released(tmp_path):
+    array = mapped_rows(tmp_path / "a")
+    part = array[:, 70:75]
+    written = []
+    for piece in mapped.pieces(part):
+        part[piece] = 7
+        written.append(resident(array))
+    assert max(written) < 10e6 and resident(array) == 0
+    assert (array[:, 70:75] == 7).all() and (array[:, 75] == np.arange(4096) * 1024 + 75).all()
+
+
+def resident(array: np.memmap) -> int:
+    """Bytes of a mapped array's file that are in this process's memory."""
+    begin = np.frombuffer(array._mmap, np.uint8).ctypes.data
+    with open("/proc/self/smaps") as f:
+        lines = iter(f)
+        next(line for line in lines if line.startswith(f"{begin:x}-"))
+        return int(next(line for line in lines if line.startswith("Rss:")).split()[1]) << 10

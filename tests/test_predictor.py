@@ -1,6 +1,7 @@
 """Tiles one after another give the whole image's result, in the memory of one."""
 
 import copy
+import gc
 import tempfile
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import nn
 from distseg.comm.collective import Alone
 from distseg.comm.memory_format import channels_last as last_format
 from distseg.config.sizes import Size
+from distseg.inference import predictor as predictor_module
 from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.inference.windows import Windows
@@ -98,6 +100,26 @@ def test_the_whole_images_result(norm, tile, scratch, tmp_path):
 def test_volumes(norm):
     model, x = network(norm, dims=3), image((9, 13, 10))
     torch.testing.assert_close(streamed(model, "5x13x4", x), model(x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_memory_does_not_grow_with_the_number_of_tiles(exact, monkeypatch):
+    """Few of the tiles' boxes and operations exist at a time."""
+    monkeypatch.setattr(predictor_module, "_PLANNED", 4)
+    model, x = network("batch"), image()
+    predictor = predictor_of(copy.deepcopy(model), "4x8", exact=exact)
+    out, alive = torch.full((1, 3, *SIZE), torch.nan, dtype=x.dtype), []
+    before = boxes_alive()
+    for number, (box, y) in enumerate(predictor(scene_of(x))):
+        out[(..., *box.slices)] = torch.from_numpy(y)
+        if number % 30 == 1:
+            alive.append(boxes_alive() - before)
+    assert number == 16 * 6 - 1 and max(alive) < 60
+    torch.testing.assert_close(out, model(x), rtol=1e-10, atol=1e-12)
+
+
+def boxes_alive() -> int:
+    return sum(type(found) is Box for found in gc.get_objects())
 
 
 def test_volumes_in_single_precision():
@@ -242,7 +264,7 @@ class NotFlat(nn.Module):
 
 def test_what_is_not_known_is_predicted_in_one_piece():
     model = NotFlat().double().eval()
-    assert predictor_of(copy.deepcopy(model), "32x32").tiles_of(SIZE) == [Box.whole(SIZE)]
+    assert list(predictor_of(copy.deepcopy(model), "32x32").tiles_of(SIZE)) == [Box.whole(SIZE)]
     torch.testing.assert_close(
         streamed(model, "32x32", image()), model(image()), rtol=1e-10, atol=1e-12
     )
@@ -332,7 +354,7 @@ def test_windows_that_go_through_stages_keep_their_numbers(comm):
 
 def test_tiles_of_a_predictor():
     predictor = predictor_of(network("batch").float(), "3x21")
-    assert predictor.tiles_of((5, 45)) == [
+    assert list(predictor.tiles_of((5, 45))) == [
         Box((0, 0), (4, 16)),
         Box((0, 16), (4, 32)),
         Box((0, 32), (4, 45)),

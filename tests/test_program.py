@@ -180,6 +180,11 @@ def test_as_text():
     assert peak(second, lambda block, tensor_id: 10**tensor_id) == 2 * (100 + 1000)
 
 
+def test_a_single_segment_stores_nothing():
+    found = replace(plan(cuts=()), grid=None)  # none of its tiles is listed
+    assert peak(found, lambda block, tensor_id: 1) == 0
+
+
 FIRST = """
 m0  forward   segment 0  [0:4, 0:8] ... [8:12, 0:8]  (3 tiles)
 m0  statistic map 1

@@ -6,6 +6,7 @@ import pytest
 
 from distseg.tiling.tile import (
     Box,
+    BoxGrid,
     ReceptiveField,
     TilePlacement,
     boxes_of,
@@ -112,6 +113,19 @@ def test_tiles_per_rank_are_the_ranks_share_of_a_finer_grid():
     every = tiles(image, (4, 4), reach.stride)
     grid = [[owner[every[4 * y + x].start] for x in range(4)] for y in range(4)]
     assert grid == [[0, 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3], [2, 2, 3, 3]]
+
+
+def test_a_grid_is_the_list_of_its_boxes():
+    spans = [[(0, 4), (4, 6), (6, 7)], [(2, 3), (3, 9)]]
+    grid = BoxGrid(spans)
+    every = [Box((y, x), (v, u)) for y, v in spans[0] for x, u in spans[1]]
+    assert (len(grid), list(grid), grid[1:5:2]) == (6, every, every[1:5:2])
+    assert [grid[n] for n in range(-6, 6)] == every * 2
+    assert [grid.number_of(box) for box in every] == list(range(6))
+    with pytest.raises(IndexError):
+        grid[6]
+    with pytest.raises(ValueError):
+        grid.number_of(Box((0, 2), (4, 9)))
 
 
 def test_refuses_a_grid_that_is_too_fine_and_names_the_largest():

@@ -434,7 +434,6 @@ def predict(
             f"{source.name}: {len(every) - len(numbers)} of {len(every)} tiles exist already",
             flush=True,
         )
-    number_of = {tile: number for number, tile in enumerate(every)}
     mine = predictor(source, numbers) if numbers else iter(())
     if not predictor.last:
         next(mine, None)  # runs this rank's stages; it yields nothing
@@ -449,7 +448,7 @@ def predict(
                     None if done is None else _part(source, *done, classes.nodata, probabilities)
                 )
                 for tile, found, likelihood in filter(None, parts or []):
-                    partial.write(number_of[tile], found, likelihood)
+                    partial.write(every.number_of(tile), found, likelihood)
                 bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
             next(mine, None)  # ends the generator, which then leaves evaluation mode
         if first:

@@ -25,7 +25,7 @@ import numpy as np
 
 from distseg.comm.launch import release_freed_memory
 from distseg.data import class_files
-from distseg.data.formats.mapped import let_go
+from distseg.data.formats.mapped import let_go, pieces
 from distseg.report.disk import DiskFull, disk_full_errors, locked, opened_plain, require_disk_space
 from distseg.tiling.tile import Box
 
@@ -44,10 +44,16 @@ def identity_of(about: dict, size: Sequence[int], tiles: Sequence[Box], likely: 
         tiles: the tiles of the image.
         likely: number of channels of probabilities; 0 if no probabilities are written.
     """
-    cut = [(tile.start, tile.stop) for tile in tiles]
-    return hashlib.sha256(
-        json.dumps([about, size, cut, likely], sort_keys=True, default=int).encode()
-    ).hexdigest()
+
+    def text(value) -> str:
+        return json.dumps(value, sort_keys=True, default=int)
+
+    # The text of the list [about, size, tiles, likely], without the whole text in memory.
+    digest = hashlib.sha256(f"[{text(about)}, {text(size)}, [".encode())
+    for number, tile in enumerate(tiles):
+        digest.update(f"{', ' * (number > 0)}{text([tile.start, tile.stop])}".encode())
+    digest.update(f"], {text(likely)}]".encode())
+    return digest.hexdigest()
 
 
 def _locked_folder(folder: Path) -> IO:
@@ -89,7 +95,12 @@ class PartialMap:
     """
 
     def __init__(
-        self, folder: Path, identity: str, size: tuple[int, ...], tiles: list[Box], likely: int = 0
+        self,
+        folder: Path,
+        identity: str,
+        size: tuple[int, ...],
+        tiles: Sequence[Box],
+        likely: int = 0,
     ):
         self.folder, self.identity = folder, identity
         self.size, self.tiles, self.likely = size, tiles, likely
@@ -134,10 +145,9 @@ class PartialMap:
             classes: (*tile.size) uint8.
             probabilities: (likely, *tile.size) float16; None if ``likely`` is 0.
         """
-        at = self.tiles[number].slices
-        self._arrays["classes"][at] = classes
-        if self.likely:
-            self._arrays["probabilities"][(slice(None), *at)] = probabilities
+        for part, values in zip(self._parts(number), (classes, probabilities)):
+            for piece in pieces(part):
+                part[piece] = values[piece]
         self._waiting[number] = self._sum(number)
         if time.monotonic() - self._flushed > _FLUSH:
             self.flush()
@@ -210,13 +220,18 @@ class PartialMap:
         """Return the checksum of the pixels of tile ``number``.
 
         The file ``done`` records it for each finished tile; a 0 there marks an unfinished tile, so
-        the result is never 0. The pages of the mapped file that were read are released from memory.
+        the result is never 0.
         """
-        at, found = self.tiles[number].slices, zlib.crc32(str(number).encode())
-        for array in self._arrays.values():
-            found = zlib.crc32(np.ascontiguousarray(array[(..., *at)]), found)
-        self._leave_memory()
+        found = zlib.crc32(str(number).encode())
+        for part in self._parts(number):
+            for piece in pieces(part):
+                found = zlib.crc32(np.ascontiguousarray(part[piece]), found)
         return _DONE | found
+
+    def _parts(self, number: int) -> list[np.ndarray]:
+        """Return the part of each array that belongs to tile ``number``: classes, probabilities."""
+        at = self.tiles[number].slices
+        return [array[(..., *at)] for array in self._arrays.values()]
 
     def _forget_damaged(self) -> None:
         """Mark the tiles as missing whose pixels do not match their recorded checksum."""

@@ -16,7 +16,7 @@ import copy
 import math
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,10 +43,13 @@ from distseg.runtime.swap_layers import TiledModel
 from distseg.runtime.tile_program import all_operations
 from distseg.tiling.layout import Layout
 from distseg.tiling.segment import segments_of
-from distseg.tiling.tile import Box, TilePlacement, most_even_grid, split, tiles, window
+from distseg.tiling.tile import Box, BoxGrid, TilePlacement, most_even_grid, split, tiles, window
 from distseg.tiling.tile_batch import LazyTileBatch
 
 _SHARE = 0.5  # the share of free memory that waiting feature maps may take
+# Tiles that are planned at once if they do not depend on each other. The plan of a tile takes about
+# a kilobyte until the tile is computed.
+_PLANNED = 512
 
 
 def check_images(predictor, sizes: Mapping[Sequence[int], str]) -> None:
@@ -262,7 +265,7 @@ class Predictor:
             if isinstance(norm, DistributedNorm):
                 norm.check_map(math.prod(sizes[source]), self.model.channels[source])
 
-    def tiles_of(self, size) -> list[Box]:
+    def tiles_of(self, size) -> BoxGrid:
         """Return the tiles of an image, row by row; they do not depend on the number of ranks."""
         return tiles(size, self.grid_of(size), self.model.reach.stride)
 
@@ -368,16 +371,21 @@ class Predictor:
             numbers: the indices of the tiles to compute, the same on all ranks; by default all.
         """
         every = self.tiles_of(source.size)
-        mine = [every[n] for n in self.deal(source.size, numbers)[self.replicas.rank]]
+        mine = self.deal(source.size, numbers)[self.replicas.rank]
+        # The label of a whole image depends on all of its tiles.
+        planned = max(1, len(mine)) if self.model.of_image else _PLANNED
+        groups = (
+            [every[n] for n in mine[at : at + planned]] for at in range(0, len(mine), planned)
+        )
         # If one tile is the whole image, no feature maps have to wait.
         whole_image = len(every) == 1 and self._cut is None and self.budget is None
         if self.windowed or whole_image:
-            yield from self._by_windows(source, mine)
+            yield from self._by_windows(source, groups)
         elif self._dealt_singly:
             if mine:
-                yield from self._streaming(source, Alone(), Box.whole(source.size), None, mine)
+                yield from self._streaming(source, Alone(), Box.whole(source.size), None, groups)
         else:
-            yield from self._in_blocks(source, mine)
+            yield from self._in_blocks(source, [every[n] for n in mine])
 
     def computed(self, size, numbers: Sequence[int] | None = None) -> Iterator[tuple[int, Box]]:
         """Yield (layer number, output box) for each layer and tile that this rank would compute.
@@ -423,7 +431,7 @@ class Predictor:
         count = self._ranks_of(self.grid_of(source.size)).volume
         workers = self._first(count)
         if self.replicas.rank < count:
-            yield from self._streaming(source, workers, *self._block(source.size), mine)
+            yield from self._streaming(source, workers, *self._block(source.size), [mine])
 
     def _block(self, size) -> tuple[Box, list[list[int]]]:
         """Return the box of the image that this rank computes, and the borders of all such blocks.
@@ -450,7 +458,7 @@ class Predictor:
         workers,
         block: Box,
         borders: Sequence[Sequence[int]] | None,
-        mine: list[Box],
+        groups: Iterable[Sequence[Box]],
     ) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (tile, logits) for this rank's tiles, computed by the streaming executor.
 
@@ -459,18 +467,19 @@ class Predictor:
             workers: the communicator of the ranks that compute the image.
             block: the part of the image that this rank computes.
             borders: the borders of all blocks, as in :meth:`layout`.
-            mine: the tiles to compute.
+            groups: the tiles to compute, in groups that are planned one after another.
         """
         reader = _Reader(source.read)
         executor, place = self._executor(source.size, block, borders)
-        plan = executor.plan([place], boxes=None if self.model.of_image else [mine])
-        operations = all_operations(plan)
-        ahead = reader.ahead(list(windows(operations, plan)))
-        with self._evaluating(workers), executor.transfers.moving(), ahead:
+        with self._evaluating(workers), executor.transfers.moving():
             blocks = [LazyTileBatch(place, lambda box: self._uploaded(reader(box)))]
-            results = ((op.box, y) for op, y in executor.run(operations, [plan], [blocks]))
-            while (found := self._next(results)) is not None:
-                yield found
+            for group in groups:
+                plan = executor.plan([place], boxes=None if self.model.of_image else [group])
+                operations = all_operations(plan)
+                with reader.ahead(list(windows(operations, plan))):
+                    results = ((op.box, y) for op, y in executor.run(operations, [plan], [blocks]))
+                    while (found := self._next(results)) is not None:
+                        yield found
             executor.transfers.flush()
 
     @torch.no_grad()
@@ -551,30 +560,42 @@ class Predictor:
             self.budget if self.budget is not None else free_memory() / self.neighbours
         )
 
-    def _by_windows(self, source: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+    def _by_windows(
+        self, source: ImageSource, groups: Iterable[Sequence[Box]]
+    ) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (tile, logits), each tile computed from its window: the tile with its halo.
 
         All layers compute the whole window, so no halos are exchanged.
 
         Args:
             source: the image.
-            mine: the tiles of this rank.
+            groups: the tiles of this rank, in groups that are computed one after another.
         """
-        places = [
-            TilePlacement(
-                tuple(source.size), tile, window(tile, source.size, self.model.reach), (0,), (0,)
-            )
-            for tile in mine
-        ]
+        size, reach = tuple(source.size), self.model.reach
+        workers = self._first(min(self.replicas.size, len(self.tiles_of(size))))
+        with self._evaluating(workers):
+            for group in groups:
+                yield from self._windows_of(
+                    source,
+                    [
+                        TilePlacement(size, tile, window(tile, size, reach), (0,), (0,))
+                        for tile in group
+                    ],
+                )
+
+    def _windows_of(
+        self, source: ImageSource, places: list[TilePlacement]
+    ) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield (tile, logits) of the tiles of some windows, as :meth:`_by_windows` does."""
         reads = self.pipeline is None or self.pipeline.first
-        workers = self._first(min(self.replicas.size, len(self.tiles_of(source.size))))
-        with (
-            self._evaluating(workers),
-            closing(prefetch((source.read(place.window) for place in places if reads), 1)) as ahead,
-        ):
+        with closing(
+            prefetch((source.read(place.window) for place in places if reads), 1)
+        ) as ahead:
             # Windows are requested in order, each once, so the index is not needed.
             results = self._windows(places, lambda i: self._uploaded(next(ahead)))
-            while (found := self._next((mine[i], output) for i, output in results)) is not None:
+            while (
+                found := self._next((places[i].tile, output) for i, output in results)
+            ) is not None:
                 yield found
 
     @cached_property
@@ -696,7 +717,7 @@ class _Reader:
                 also allowed; it is read only when the caller asks for it.
         """
         with closing(prefetch(map(self.read, windows), 1)) as self._ahead:
-            self._expected.extend(windows)
+            self._expected = deque(windows)
             yield
 
     def __call__(self, box: Box) -> np.ndarray:

@@ -71,9 +71,8 @@ from distseg.runtime.transfer import Receiving, Sending, Transfers
 from distseg.tiling.access_pattern import Span
 from distseg.tiling.graph import Graph, last_readings
 from distseg.tiling.layout import LayerView, Layout, MapView
-from distseg.tiling.needs import box_of
 from distseg.tiling.segment import Segment, TilePlan, rows_read, segments_of, tile_plan
-from distseg.tiling.tile import Box, TilePlacement, boxes_of, strips
+from distseg.tiling.tile import Box, TilePlacement, box_of, boxes_of, strips
 from distseg.tiling.tile_batch import LazyTileBatch
 
 _LABELS = 1 << 20  # Number of labels read at once.

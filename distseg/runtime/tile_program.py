@@ -341,6 +341,8 @@ def peak(plan: StagePlan, sizes: Callable[[int, int], int]) -> int:
         plan: the plan of a micro-batch, which runs alone.
         sizes: returns the number of bytes of a feature map, given (tile batch, feature map).
     """
+    if len(plan.segments) == 1:  # it reads pixels and computes the result: nothing is stored
+        return 0
     blocks = range(plan.blocks)
     present = {("map", b, p): sizes(b, p) for p in plan.elsewhere for b in blocks}
     most = total = sum(present.values())

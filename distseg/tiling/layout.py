@@ -28,8 +28,8 @@ from typing import NamedTuple
 from distseg.config.sizes import Size
 from distseg.tiling.access_pattern import Span
 from distseg.tiling.graph import Graph, Node
-from distseg.tiling.needs import LayerSpans, SegmentSpans, box_of, hull, input_of, needs_along
-from distseg.tiling.tile import Box, ReceptiveField
+from distseg.tiling.needs import LayerSpans, SegmentSpans, hull, input_of, needs_along
+from distseg.tiling.tile import Box, ReceptiveField, box_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from distseg.tiling.access_pattern import Span, inside
 from distseg.tiling.graph import Node
-from distseg.tiling.tile import Box
 
 
 @dataclass(frozen=True)
@@ -180,8 +179,3 @@ def input_of(node: Node, dim: int, output: Span, n: int, m: int) -> tuple[Span, 
 def hull(one: Span, other: Span) -> Span:
     """Return the shortest span that contains both spans."""
     return min(one[0], other[0]), max(one[1], other[1])
-
-
-def box_of(spans: Sequence[Span]) -> Box:
-    """Return the box that has one span (start, stop) for each dim."""
-    return Box(*zip(*spans))

@@ -26,8 +26,8 @@ from functools import cached_property
 from distseg.tiling.access_pattern import Span
 from distseg.tiling.graph import Graph, crossing
 from distseg.tiling.layout import LayerView, Layout
-from distseg.tiling.needs import SegmentSpans, box_of
-from distseg.tiling.tile import Box
+from distseg.tiling.needs import SegmentSpans
+from distseg.tiling.tile import Box, box_of
 
 
 @dataclass(frozen=True)

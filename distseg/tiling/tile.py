@@ -14,10 +14,11 @@ same pixels in a window as in the image. Tiles and windows are clipped at the bo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import overload
 
 import numpy as np
 
@@ -97,6 +98,57 @@ class Box:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop)) + "]"
 
 
+class BoxGrid(Sequence[Box]):
+    """Boxes of a grid, in row-major order.
+
+    A box is made when it is asked for, so that a grid of many boxes takes little memory.
+
+    Args:
+        spans: the spans (start, stop) of the boxes along each dim.
+    """
+
+    def __init__(self, spans: Sequence[Sequence[tuple[int, int]]]):
+        self.spans = [list(along) for along in spans]
+
+    def __len__(self) -> int:
+        return math.prod(map(len, self.spans))
+
+    @overload
+    def __getitem__(self, at: int) -> Box: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Box]: ...
+
+    def __getitem__(self, at):
+        which = range(len(self))[at]
+        if isinstance(at, slice):
+            return [self[n] for n in which]
+        cell = []
+        for along in reversed(self.spans):
+            which, place = divmod(which, len(along))
+            cell.append(along[place])
+        return box_of(reversed(cell))
+
+    def __iter__(self) -> Iterator[Box]:
+        return map(box_of, product(*self.spans))
+
+    def number_of(self, box: Box) -> int:
+        """Return the index of a box of the grid.
+
+        Raises:
+            ValueError: the grid has no such box.
+        """
+        found = 0
+        for along, span in zip(self.spans, zip(box.start, box.stop)):
+            found = found * len(along) + along.index(span)
+        return found
+
+
+def box_of(spans: Iterable[tuple[int, int]]) -> Box:
+    """Return the box that has one span (start, stop) for each dim."""
+    return Box(*zip(*spans))
+
+
 @dataclass(frozen=True)
 class ReceptiveField:
     """The halo that a network needs around a tile, and its total stride, in pixels per dim."""
@@ -151,16 +203,17 @@ def strips(box: Box, cells: float, rows: int = 1) -> Iterator[Box]:
         yield Box((a, *box.start[1:]), (min(a + rows, box.stop[0]), *box.stop[1:]))
 
 
-def boxes_of(box: Box, size) -> list[Box]:
+def boxes_of(box: Box, size) -> BoxGrid:
     """Return boxes of the given size that cover ``box``, in row-major order.
 
     The last box along a dim may be smaller.
     """
-    spans = [
-        [(a, min(a + n, stop)) for a in range(start, stop, n)]
-        for start, stop, n in zip(box.start, box.stop, size)
-    ]
-    return [Box(*map(tuple, zip(*each))) for each in product(*spans)]
+    return BoxGrid(
+        [
+            [(a, min(a + n, stop)) for a in range(start, stop, n)]
+            for start, stop, n in zip(box.start, box.stop, size)
+        ]
+    )
 
 
 def along(values: np.ndarray, dim: int, dims: int) -> np.ndarray:
@@ -226,7 +279,7 @@ def check_grid(image, grid, stride) -> None:
         )
 
 
-def tiles(image, grid, stride) -> list[Box]:
+def tiles(image, grid, stride) -> BoxGrid:
     """Return the tiles of an image in row-major order of the grid.
 
     The tiles cover the image, and no two of them overlap.
@@ -240,8 +293,7 @@ def tiles(image, grid, stride) -> list[Box]:
         ValueError: the grid does not fit the image (:func:`check_grid`).
     """
     check_grid(image, grid, stride)
-    ranges = [split(n, g, s) for n, g, s in zip(image, grid, stride)]
-    return [Box(tuple(a for a, _ in cell), tuple(b for _, b in cell)) for cell in product(*ranges)]
+    return BoxGrid([split(n, g, s) for n, g, s in zip(image, grid, stride)])
 
 
 def most_even_grid(image, stride, parts: int) -> Size:

@@ -6,13 +6,15 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from distseg.report.disk import free_bytes
 
+_FOLIO = 1 << 21  # bytes of the largest block that the system maps at once around a used byte
+_NEAR = 1 << 22  # bytes of a file within which the numbers lie that are copied at once
 MOST_IN_MEMORY = 1 << 24  # bytes up to which an array is kept in memory
 _SHARE = 2  # a scratch file may take one half of the free bytes of its disk
 
@@ -49,21 +51,54 @@ def mapped_array(
         return None
 
 
-def copied(array: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Return a copy of ``part``, and release the memory of the mapped ``array``.
-
-    The pages of a mapped array that were read stay in memory until they are released.
-
-    Args:
-        array: a mapped array.
-        part: a view of ``array``.
-    """
-    found = np.array(part)
-    let_go(array)
+def copied(part: np.ndarray) -> np.ndarray:
+    """Return a copy of a view of a mapped array, and release its pages."""
+    found = np.empty_like(part, subok=False)
+    for piece in pieces(part):
+        found[piece] = part[piece]
     return found
 
 
+def pieces(part: np.ndarray) -> Iterator[tuple[slice, ...]]:
+    """Yield the indices of pieces of a view of a mapped array, and release the pages of each piece.
+
+    The bytes of a piece lie within some megabytes of the file. The rows of a view may be far apart
+    in the file, and the system maps much more around each row than the row itself. The pieces of a
+    view in row-major order are in this order.
+    """
+    waiting = [tuple(slice(0, n) for n in part.shape)]
+    while waiting:
+        at = waiting.pop()
+        piece = part[at]
+        if sum(map(abs, _reaches(piece))) <= _NEAR:
+            yield at
+            let_go(piece)
+            continue
+        steps = [abs(step) * (n > 1) for n, step in zip(piece.shape, piece.strides)]
+        axis = steps.index(max(steps))
+        start, stop = at[axis].start, at[axis].stop
+        middle = (start + stop) // 2
+        for half in (slice(middle, stop), slice(start, middle)):
+            waiting.append((*at[:axis], half, *at[axis + 1 :]))
+
+
 def let_go(array: np.ndarray) -> None:
-    """Release the pages of a mapped array from this process's memory; the file keeps them."""
-    if isinstance(array, np.memmap):
-        array._mmap.madvise(mmap.MADV_DONTNEED)
+    """Release the pages of a mapped array, so that they do not count as this process's memory.
+
+    Args:
+        array: a mapped array or a view of one. Other arrays have no pages to release.
+    """
+    if not isinstance(array, np.memmap) or not array.size:
+        return
+    pages = np.frombuffer(array._mmap, np.uint8)
+    first = array.ctypes.data - pages.ctypes.data
+    start = first + sum(reach for reach in _reaches(array) if reach < 0)
+    stop = first + sum(reach for reach in _reaches(array) if reach > 0) + array.itemsize
+    start = start // _FOLIO * _FOLIO
+    stop = min(-(-stop // _FOLIO) * _FOLIO, len(pages))
+    array._mmap.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def _reaches(array: np.ndarray) -> list[int]:
+    """Return, for each axis, the bytes from the first to the last number of an array along it."""
+    return [(n - 1) * step for n, step in zip(array.shape, array.strides)]

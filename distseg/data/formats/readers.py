@@ -400,7 +400,7 @@ class NpyReader(Reader):
         self.bands, self.size, self.dtype = array.shape[0], array.shape[1:], plain(array.dtype)
 
     def _read(self, box: Box) -> np.ndarray:
-        return copied(self._array, self._array[(slice(None), *box.slices)])
+        return copied(self._array[(slice(None), *box.slices)])
 
 
 def _mapped(path: Path) -> np.ndarray:
@@ -473,7 +473,7 @@ class PillowReader(Reader):
             self._array = self._unpacked()
             if self.decoding > _LARGE:
                 release_freed_memory()  # return the memory that Pillow freed
-        return copied(self._array, self._array[(slice(None), *box.slices)])
+        return copied(self._array[(slice(None), *box.slices)])
 
     def _unpacked(self) -> np.ndarray:
         """Return the decoded image, (bands, height, width), in memory or in a scratch file.

@@ -93,7 +93,7 @@ class Segments:
         part = self._map[tuple(where.get(a, slice(None)) for a in self._axes)]
         # Move the axis of bands to the front; sorted() keeps the order of the other axes.
         order = sorted(range(part.ndim), key=lambda axis: self._axes[axis] in "ZYX")
-        return copied(self._map, part.transpose(order)).reshape(self.bands, *box.size)
+        return copied(part.transpose(order)).reshape(self.bands, *box.size)
 
     def try_first(self) -> None:
         """Decode one strip or tile, so that an unreadable file is refused at once.
@@ -268,7 +268,7 @@ class Segments:
                 self._decode(number, index, wanted, found)
             return found
         self._keep(number, self._touched(self._whole if self._at_once else wanted))
-        return copied(kept, kept[(number, slice(None), *wanted)])
+        return copied(kept[(number, slice(None), *wanted)])
 
     def _keep(self, number: int, segments: Iterable[int]) -> None:
         """Decode strips or tiles of a page into the scratch file, unless they are in it already.

@@ -103,7 +103,7 @@ class VoxelReader(Reader):
             array = np.moveaxis(self._array.reshape(*self.size, self.bands), -1, 0)
         else:
             array = self._array.reshape(self.bands, *self.size)
-        found = copied(self._array, array[(slice(None), *box.slices)])
+        found = copied(array[(slice(None), *box.slices)])
         if self._scale is not None:
             found = found * self._scale[0] + self._scale[1]
         if self._labels:

@@ -21,7 +21,7 @@ from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
 from distseg.layers.dropout import DROPOUTS, KeyedDropout, begin_pass
 from distseg.models.layers import skip_store
-from distseg.tiling.tile import Box
+from distseg.tiling.tile import Box, BoxGrid
 from distseg.training.patchgd.filling import Filler, SingleImage, place_of
 from distseg.training.patchgd.network import check_patches
 from distseg.training.patchgd.unet import PatchUNet
@@ -148,7 +148,7 @@ class MapPredictor(Predictor):
     def check(self, size) -> None:
         check_patches(size, self.filler.network.patch)
 
-    def tiles_of(self, size) -> list[Box]:
+    def tiles_of(self, size) -> BoxGrid:
         return self.filler.network.own(size)
 
     def __call__(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from distseg.models.bands import bands_of, record_like
 from distseg.models.layers import Pop, Stash, outline, skip_store
 from distseg.models.network import flat_layers, is_flat
-from distseg.tiling.tile import Box
+from distseg.tiling.tile import BoxGrid
 from distseg.training.patchgd.network import PatchNetwork, starts_of
 
 _UP = (nn.Upsample, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -90,7 +90,7 @@ class PatchUNet(PatchNetwork):
     def begun(self) -> nn.Module:
         return self
 
-    def own(self, size: Sequence[int]) -> list[Box]:
+    def own(self, size: Sequence[int]) -> BoxGrid:
         """Return for each patch the box of the image whose output is taken from this patch.
 
         Patches may overlap, but these boxes do not, and together they cover the image. Along each
@@ -100,12 +100,7 @@ class PatchUNet(PatchNetwork):
         spans = []
         for starts, n in zip(starts_of(size, self.patch, self.step), size):
             spans.append(list(zip(starts, [*starts[1:], n])))
-        grid = (
-            torch.cartesian_prod(*(torch.arange(len(s)) for s in spans))
-            .view(-1, len(spans))
-            .tolist()
-        )
-        return [Box(*zip(*(spans[d][k] for d, k in enumerate(cell)))) for cell in grid]
+        return BoxGrid(spans)
 
     def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
         """Arrange the coarse features of all patches side by side: (N, s, *(grid * cells)).

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 import tempfile
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import nn
 
 from distseg.comm.collective import Alone
 from distseg.comm.memory_format import channels_last as last_format
+from distseg.config.settings import ModelConfig
 from distseg.config.sizes import Size
 from distseg.inference import predictor as predictor_module
 from distseg.inference.image_source import ImageSource
@@ -24,6 +26,7 @@ from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.network import calls_of
 from distseg.models.unet import unet
+from distseg.models.zoo import build_model
 from distseg.runtime.partition import Partition
 from distseg.runtime.streaming import MicroBatchRun
 from distseg.runtime.swap_layers import parallelize
@@ -116,6 +119,16 @@ def test_memory_does_not_grow_with_the_number_of_tiles(exact, monkeypatch):
             alive.append(boxes_alive() - before)
     assert number == 16 * 6 - 1 and max(alive) < 60
     torch.testing.assert_close(out, model(x), rtol=1e-10, atol=1e-12)
+
+
+def test_prediction_does_not_import_what_only_a_backward_pass_needs(monkeypatch):
+    """The module would import sympy, which takes 40 MB."""
+    x = image().float()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
+        model = build_model(ModelConfig(in_channels=2, out_channels=3, depth=1, base_channels=2))
+        found = streamed(model.eval(), "16x16", x)
+    torch.testing.assert_close(found, model(x))
 
 
 def boxes_alive() -> int:

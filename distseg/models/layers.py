@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 
 from distseg.models.axes import Axes, closed, of_images, opened, places_of
 from distseg.models.modified import hooked, unmodified
+from distseg.models.outlines import CONVOLUTIONS, POOLS, convolved, pooled
 from distseg.models.pointwise import POINTWISE_LAYERS
 from distseg.models.resize import Follows, LooksAtSize
 
@@ -736,8 +737,9 @@ def on_meta(model: nn.Module) -> nn.Module:
 def outline(model: nn.Module) -> nn.Module:
     """Return a copy of a module on the meta device that computes only the sizes of maps.
 
-    Norms and activations return their input. The sizes of skips and resized maps are computed by
-    arithmetic, because PyTorch's meta kernels for them import torch._dynamo, which takes seconds.
+    Norms and activations return their input. The sizes of skips, resized maps, convolutions and
+    pools are computed by arithmetic, because PyTorch's meta kernels for them import torch._dynamo,
+    which takes seconds, or sympy, which takes 40 MB.
     """
     copied = on_meta(model).eval()
     for layer in copied.modules():
@@ -745,6 +747,10 @@ def outline(model: nn.Module) -> nn.Module:
             layer.joined = partial(_joined, layer.joined)
         elif type(layer) is nn.Upsample:
             layer.forward = partial(_resized, layer)
+        elif unmodified(layer, CONVOLUTIONS):
+            layer.forward = partial(convolved, layer)
+        elif unmodified(layer, POOLS) and not getattr(layer, "return_indices", False):
+            layer.forward = partial(pooled, layer)
         elif isinstance(layer, Follows):
             layer.made = _sized
         elif isinstance(layer, LooksAtSize):

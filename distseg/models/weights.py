@@ -54,7 +54,8 @@ def _materialise(layer: nn.Module, key: int) -> None:
     """Allocate a layer that is on the meta device, and draw its weights with the seed ``key``."""
     if not any(t.is_meta for t in [*layer.parameters(), *layer.buffers()]):
         return
-    layer.to_empty(device="cpu")
+    # Module.to_empty would call empty_like on the meta device, which imports sympy (40 MB).
+    layer._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))
     # torch.manual_seed would also store a traceback for each kind of GPU.
     torch.default_generator.manual_seed(key)
     for module in layer.modules():

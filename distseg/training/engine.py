@@ -19,7 +19,13 @@ from distseg.comm.alone import Alone
 from distseg.comm.collective import add
 from distseg.comm.consistency import assert_consistent
 from distseg.comm.gradient_sums import GradientSums
-from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly, ranks_on_node
+from distseg.comm.launch import (
+    import_for_backward,
+    keep_freed_memory,
+    memory_in_use,
+    raise_jointly,
+    ranks_on_node,
+)
 from distseg.comm.mesh import Mesh
 from distseg.comm.progress import heartbeat
 from distseg.comm.staging import upload
@@ -161,6 +167,7 @@ class Engine(ParameterUpdate):
             "Change the network's forward pass, so that its calls do not depend on the order of a "
             "set, on the process or on the rank",
         )
+        import_for_backward()
         cut = StageCut(config, model, image, self.reading, device.type)
         self.partition = cut.joint_partition(mesh.world)
         with raise_jointly(mesh.world):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from distseg.comm.launch import memory_in_use
+from distseg.comm.launch import import_for_backward, memory_in_use
 from distseg.config.settings import Config, output_weights
 from distseg.layers.graph import reach_for
 from distseg.layers.loss import Loss
@@ -190,6 +190,7 @@ class StepPrograms:
         if config.streaming.memory is None:
             return None
         weights = sum(p.numel() for p in self.model.parameters()) * 4
+        import_for_backward()
         base = memory_in_use(torch.device("cpu")) if self._base is None else self._base
         base += weights * (2 + state_copies(config.optim))
         return budget_of(config.streaming.memory, base, "weights and what the optimizer keeps")

@@ -651,7 +651,7 @@ REFUSED = {
     ),
     "rows repeated": (
         lambda m, x: x.repeat(1, 1, 2, 1)[:, :, : x.shape[2]],
-        "repeat .* joins images or positions with channels or copies",
+        "repeat .* holds images or positions together with channels or repeated values",
     ),
     "rows unbound": (
         lambda m, x: torch.stack(x.unbind(2), 2),
@@ -848,7 +848,7 @@ REFUSED = {
     ),
     "a cast of a buffer": (
         lambda m, x: F.conv2d(x, m.whole.to(x.dtype), groups=6),
-        "conv2d .* uses the result of to .* a cast: keep this parameter or buffer in floating point",
+        "conv2d .* uses the result of to .* changes the dtype of a parameter or buffer: remove this call",
     ),
     "batches mixed": (
         lambda m, x: torch.cat((x, x * 2)).view(len(x), 2, 6, *x.shape[2:]).sum(1),

@@ -421,7 +421,7 @@ def test_damage_is_told_with_the_tensor_and_another_checkpoint(tmp_path, name):
     path.write_bytes(content)
     with pytest.raises(
         ValueError,
-        match=rf"{name} is damaged: \S+ has the checksum \w+, not \w+: use another checkpoint of the run \(step-00000001; to train, by --train.resume NAME, else by its folder, \S+step-00000001\)",
+        match=rf"{name} is damaged: the tensor \S+ has the checksum \w+, but the checkpoint's manifest says \w+: use another checkpoint of the run \(step-00000001; to train, by --train.resume NAME, else by its folder, \S+step-00000001\)",
     ):
         load(folder)
     assert len(check_run(tmp_path)) == 1

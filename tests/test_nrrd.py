@@ -134,7 +134,7 @@ DAMAGES = {
     "endless header": (lambda content: b"NRRD0005\n" + b"a:=b\n" * 300000, "no header of NRRD"),
     "too new": (changed(b"NRRD0005", b"NRRD0009"), "Unsupported NRRD file version"),
     "without sizes": (changed(b"sizes:", b"sozes:"), "header without sizes"),
-    "other sizes": (changed(b"sizes: 11 9 7", b"sizes: 11 9 7 1"), "dimension 3, but 4 sizes"),
+    "other sizes": (changed(b"sizes: 11 9 7", b"sizes: 11 9 7 1"), "says 3 dims, but gives 4 sizes"),
     "more voxels": (changed(b"sizes: 11 9 7", b"sizes: 99999 99999 7"), "says that it has 7x99999x99999|file of"),
     "no voxels": (changed(b"sizes: 11 9 7", b"sizes: 11 0 7"), "its header says 7x0x11 voxels"),
     "block": (changed(b"type: int16", b"type: block"), "voxels are block, but must be numbers"),

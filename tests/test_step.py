@@ -215,7 +215,7 @@ def test_norms_hidden_in_other_modules_do_not_take_several_pieces(monkeypatch):
     step("instance", "cross_entropy", [[0, 1]])
     with pytest.raises(
         ValueError,
-        match="holds 6 windows of one micro-batch, but this model has active norms and is not a list",
+        match="holds 6 windows of one micro-batch, but this model has norms that use the statistics of the current images",
     ):
         step("instance", "cross_entropy", [[0, 1]], grid=(2, 3))
 

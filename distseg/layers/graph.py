@@ -67,8 +67,8 @@ def graph_of(model: nn.Module) -> Graph:
     """
     if not is_flat(model):
         raise ValueError(
-            f"this model cannot be computed in tiles with halo exchange, as {not_flat(model)}; or "
-            "set spatial.exchange_every to all, which needs no exchange"
+            f"this model cannot be computed in tiles with halo exchange, as {not_flat(model)}; "
+            "otherwise set spatial.exchange_every to all, which needs no exchange"
         )
     dims, lines = dims_of(model), getattr(model, "lines", {})
 

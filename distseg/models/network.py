@@ -281,8 +281,8 @@ def not_flat(model: nn.Module) -> str:
     if reason := refusals.get(model):
         return f"what it computes cannot be followed: {reason}"
     return (
-        f"it is a {type(model).__name__}{' with hooks' * hooked(model)}, which is not a list of "
-        f"layer calls: write it as an nn.Sequential of layers or a distseg.Network"
+        f"it is a {type(model).__name__}{' with hooks' * hooked(model)}, whose layer calls distseg "
+        f"does not know: write it as an nn.Sequential of layers or a distseg.Network"
     )
 
 
@@ -487,7 +487,7 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not is_flat(model):
         raise ValueError(
             f"this model cannot be cut into pipeline stages, as {not_flat(model)}; "
-            "or set mesh.stages to 1"
+            "otherwise set mesh.stages to 1"
         )
     found: list[tuple[str, nn.Module]] = []
     for name, layer in children_of(model):

@@ -275,5 +275,6 @@ def _check(
             raise ValueError(
                 f"the {name} has labels {values.min()} to {values.max()}, but the {len(classes)} "
                 f"classes are 0 to {len(classes) - 1}: "
-                "name all classes, or set ignore to the number that marks pixels without a label"
+                "give the name of every class in classes, or set ignore to the number that marks "
+                "pixels without a label"
             )

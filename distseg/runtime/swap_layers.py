@@ -199,10 +199,11 @@ class TiledModel(nn.Module):
         self.context.places = places
         if len(windows) > 1 and self.has_active_norms:
             raise ValueError(
-                f"a rank holds {len(windows)} windows of one micro-batch, but this model has "
-                "active norms and is not a list of layer calls, so it can compute only one: set "
-                "spatial.tiles_per_rank to 1x1 and use images of one size, or write the model as "
-                "an nn.Sequential of single layers"
+                f"a rank holds {len(windows)} windows of one micro-batch, but this model has norms "
+                "that use the statistics of the current images, and distseg does not know its "
+                "layer calls, so a rank can compute only one window: set spatial.tiles_per_rank to "
+                "1x1 and use images of one size, or write the model as an nn.Sequential of layers "
+                "or a distseg.Network"
             )
         for norm in self.norms:
             norm.turn = 0
@@ -516,9 +517,8 @@ def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
             if graph is None:
                 raise ValueError(
                     f"layer {name} ({type(layer).__name__}) takes the size of another feature map, "
-                    f"but this network is not a list of layer calls, so distseg does not know "
-                    f"which layers compute that map, nor its size: write the network as an "
-                    f"nn.Sequential or a distseg.Network"
+                    f"but distseg does not know which layers of this network compute that map: "
+                    f"write the network as an nn.Sequential of layers or a distseg.Network"
                 )
             _put(model, name, Placed(layer, context, partial(_size_of, graph, name)))
 

@@ -128,7 +128,9 @@ def _check(path: Path, header: Mapping[str, Any]) -> None:
             do not follow the header.
     """
     if lacking := [key for key in ("type", "dimension", "sizes", "encoding") if key not in header]:
-        raise ValueError(f"{path} has a header without {', '.join(lacking)}: write it again")
+        raise ValueError(
+            f"{path} has a header without {', '.join(lacking)}: export the image again"
+        )
     for key in ("data file", "datafile"):
         if key in header:
             raise ValueError(
@@ -144,12 +146,12 @@ def _check(path: Path, header: Mapping[str, Any]) -> None:
         if header.get(key):
             raise ValueError(
                 f"{path} has the field {key} {header[key]}, but distseg reads voxels that begin "
-                "behind the header: write it again"
+                "behind the header: export the image again"
             )
     if header["dimension"] != len(header["sizes"]):
         raise ValueError(
-            f"{path} has the dimension {header['dimension']}, but {len(header['sizes'])} sizes: "
-            "write it again"
+            f"the header of {path} says {header['dimension']} dims, but gives "
+            f"{len(header['sizes'])} sizes: export the image again"
         )
 
 
@@ -164,7 +166,9 @@ def _dtype(header: Mapping[str, Any]) -> np.dtype:
         raise ValueError(f"its voxels are {header['type']:.50}, but must be numbers: convert them")
     found, order = np.dtype(name), header.get("endian")
     if found.itemsize > 1 and order not in ("little", "big"):
-        raise ValueError(f"its header gives no byte order (endian: {order}): write it again")
+        raise ValueError(
+            f"its header gives no byte order (endian: {order}): export the image again"
+        )
     return found.newbyteorder(">" if order == "big" else "<")
 
 
@@ -202,7 +206,8 @@ def _place(
         dims = steps.shape[1]
         if dims not in (2, 3) or len(origin) != dims or not np.isfinite([*steps, origin]).all():
             raise ValueError(
-                "its space directions and its space origin do not fit together: write it again"
+                "its space directions and its space origin do not fit together: export the image "
+                "again"
             )
         matrix[:dims, : len(axes)], matrix[:dims, 3] = steps.T, origin
         if (len(axes), dims) == (2, 3):

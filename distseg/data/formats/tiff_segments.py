@@ -131,8 +131,8 @@ class Segments:
         if needed > there:
             words = f"it holds {Size(shape)} numbers of {stored}, {needed} bytes"
             raise ValueError(
-                f"its header says that {words}, but the file has {there}, so it is "
-                "damaged or cut off"
+                f"its header says that {words}, but only {max(0, there)} of these are "
+                "in the file, so it is damaged or cut off"
             )
         return np.memmap(self.path, stored, "r", self._series.dataoffset, tuple(shape))
 
@@ -201,8 +201,8 @@ class Segments:
             if len(page.dataoffsets) != needed or len(page.databytecounts) != needed:
                 words = f"{Size(self.size)} pixels are in {needed} strips or tiles"
                 raise ValueError(
-                    f"its header says that {words}, but lists {len(page.dataoffsets)} strips or "
-                    "tiles, so the file is damaged: write or copy it again"
+                    f"its header says that {words}, but it lists {len(page.dataoffsets)} strips "
+                    "or tiles, so the file is damaged: write or copy it again"
                 )
         self._segment_bytes = math.prod(int(n) for n in layout.chunks) * layout.dtype.itemsize
         size, taken = Size(self._edges[layout.tiledepth <= 1 :]), 3 * self._segment_bytes
@@ -449,8 +449,8 @@ class Segments:
         )
         if not packed.fits(compression, self._packed(inside), count):
             raise ValueError(
-                f"strip or tile {index} has {count} bytes in the file, which is too few or too "
-                f"many for its {inside} bytes of pixels and its compression, so it is damaged"
+                f"strip or tile {index} has {count} bytes in the file, but its compression cannot "
+                f"pack its {inside} bytes of pixels into this number, so it is damaged"
             )
 
     def _packed(self, pixels: int) -> int:

@@ -140,6 +140,6 @@ def _crs(place: Georeference, name: str) -> Any:
             return dataset.crs
     except rasterio.errors.RasterioError as e:
         raise ValueError(
-            f"the CRS of {name} cannot be read ({e}): name it in the image anew (gdal_edit.py "
-            "-a_srs EPSG:...)"
+            f"the CRS of {name} cannot be read ({e}): write the right CRS into the image "
+            "(gdal_edit.py -a_srs EPSG:... IMAGE)"
         ) from e

@@ -1015,9 +1015,9 @@ class Reader:
             )
         if any(axis.mixed and not any(axis in x.axes for x in maps) for axis in axes):
             raise self.refusal(
-                f"makes a tensor of {self.call.shapes[part or 0]} from {like!r}, and a dim of the "
-                "result joins images or positions with channels or copies, which is not "
-                "supported: keep images and positions in dims of their own"
+                f"makes a tensor of {self.call.shapes[part or 0]} from {like!r}, and one dim of "
+                "the result holds images or positions together with channels or repeated values, "
+                "which is not supported: keep images and positions in dims of their own"
             )
         return self._emit_formula(steps, given, part, axes, maps, own)
 
@@ -1115,8 +1115,9 @@ class Reader:
                     return Fixed(found)
                 if call.name in _CASTS:
                     raise self.refusal(
-                        f"uses the result of {call}, a cast: keep this parameter or buffer in "
-                        f"floating point and remove the cast, as train.precision sets the dtype"
+                        f"uses the result of {call}, which changes the dtype of a parameter or "
+                        "buffer: remove this call and keep the parameter or buffer in floating "
+                        "point; train.precision sets the dtype"
                     )
                 if not found_in((call.args, call.kwargs), Kept, Made):
                     raise self.refusal(

@@ -372,7 +372,8 @@ def _load_tensors(
             for name, tensor, found in read_tensors(path, wanted):
                 if sums is not None and found != sums.get(name):
                     raise ValueError(
-                        f"{path} is damaged: {name} has the checksum {found}, not {sums.get(name)}"
+                        f"{path} is damaged: the tensor {name} has the checksum {found}, but the "
+                        f"checkpoint's manifest says {sums.get(name)}"
                     )
                 tensors[name] = tensor
             if lost := [name for name in sums or () if wanted(name) and name not in tensors]:

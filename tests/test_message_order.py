@@ -40,8 +40,8 @@ def planned(image: str, **settings) -> StepPrograms:
 # The rules, on steps written by hand
 
 
-def x(source: int, target: int, what: str = "x") -> Message:
-    return Message("pipeline", source, target, 0, what)
+def x(source: int, target: int, name: str = "x") -> Message:
+    return Message("pipeline", source, target, 0, name)
 
 
 def both(message: Message) -> list:
@@ -252,7 +252,7 @@ def test_two_messages_the_wrong_way_round_are_found_and_named():
     sends = [
         n
         for n, step in enumerate(programs[0])
-        if isinstance(step, Start) and step.messages[0].what.startswith("x of stage 0")
+        if isinstance(step, Start) and step.messages[0].name.startswith("x of stage 0")
     ]
     first, second = sends[:2]
     programs[0][first], programs[0][second] = programs[0][second], programs[0][first]
@@ -295,12 +295,12 @@ def with_early_sums(steps: list, rank: int, draw: random.Random, tags: tuple[int
     found: list = []
     begin = 0  # of the optimizer step
     for step in steps:
-        if not isinstance(step, Collective) or "sum of the gradients" not in step.what:
+        if not isinstance(step, Collective) or "sum of the gradients" not in step.name:
             found.append(step)
             continue
         rounds = [
             tuple(
-                Message(step.comm, *way, tag, f"round {tag} of bucket {bucket}, {step.what}")
+                Message(step.comm, *way, tag, f"round {tag} of bucket {bucket}, {step.name}")
                 for other in step.ranks
                 if other != rank
                 for way in ((rank, other), (other, rank))
@@ -494,7 +494,7 @@ def test_a_streamed_job_starts_the_messages_of_its_program(comm, settings):
 
     assert others(noted) == others(wanted)
     maps = {
-        (m.target, m.tag, m.what.split(" before row ")[0], m.what.partition("micro-batch")[2])
+        (m.target, m.tag, m.name.split(" before row ")[0], m.name.partition("micro-batch")[2])
         for step in steps
         if isinstance(step, Start)
         for m in step.messages

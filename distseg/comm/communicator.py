@@ -109,7 +109,7 @@ class Communicator(Protocol):
         """Post a receive of a message that is exactly as long as ``memory``."""
 
     def Isend_part(self, memory: Tensor, dest: int, tag: int) -> PartRequest:
-        """Start to send a message that rank ``dest`` receives by ``Irecv_part``."""
+        """Start to send a message whose length the receiver does not know (see ``Irecv_part``)."""
 
     def Irecv_part(self, memory: Tensor, source: int, tag: int) -> PartRequest:
         """Post a receive of a message that may be shorter than ``memory``."""

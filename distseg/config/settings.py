@@ -967,10 +967,10 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ApproximateBase:
-    """Settings that make training approximate. Without them the gradient is exact.
+    """Section ``approximate`` of a PatchGD config.
 
-    PatchGD takes this section. Exact training takes :class:`ApproximateConfig`, which has more
-    settings.
+    :class:`ApproximateConfig` is the same section of a config of ``distseg train``, where it has
+    more settings.
     """
 
     gradients: Literal["fp16"] | None = None

@@ -177,9 +177,9 @@ def subfolders(root: Path, apart: Path | None = None) -> list[Path]:
 
 
 def holds_files(folder: Path, suffixes: Sequence[str]) -> bool:
-    """Return True if a folder exists and itself, not a subfolder, has a file with such an ending.
+    """Return True if a folder exists and has a file whose name ends in one of ``suffixes``.
 
-    ``suffixes`` are the endings, such as ``.tif``.
+    The endings are in small letters, such as ``.tif``. Files in subfolders do not count.
     """
     return folder.is_dir() and any(suffix_of(e.name) in suffixes for e in _listed(folder))
 

@@ -55,7 +55,7 @@ def _cut(name: str, cut: tuple[int, int]) -> str:
 
 
 def _is_border(name: str, at: int) -> bool:
-    """Return True if ``name`` can be cut before the character ``at`` between words or numbers."""
+    """Return True if a cut into ``name[:at]`` and ``name[at:]`` splits no word and no number."""
     if at in (0, len(name)):
         return True
     before, after = name[at - 1], name[at]

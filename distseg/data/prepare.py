@@ -98,8 +98,8 @@ def prepare_folder(
         reference: True to refer to the image files instead of copying their pixels. The files must
             then stay as they are, at the same place relative to the store.
         parts: number of parts along each dim into which each image is cut; each part becomes an
-            image of the store. If the images are not in folders of splits, parts are assigned to
-            splits by the shares. None to keep images whole.
+            image of the store. If the images are not in folders of splits, the parts are assigned
+            to splits by the fractions ``splits``. None to keep images whole.
         level: the resolution of OME-Zarr images and masks; 0 is the highest.
 
     Returns:

@@ -90,7 +90,12 @@ def boundary_counts(
 def _at_another(labels: np.ndarray, known: np.ndarray, radius: int) -> np.ndarray:
     """Return a mask of the pixels that have a pixel of another class within ``radius``.
 
-    Only pixels where the mask ``known`` is True count, on both sides.
+    The mask is False at unknown pixels, and an unknown pixel is no pixel of another class.
+
+    Args:
+        labels: the class number of each pixel; ``_BELOW`` at unknown pixels.
+        known: the mask of known pixels.
+        radius: the largest distance of the other pixel along each dim.
     """
     largest = _extreme(labels, radius, np.maximum, _BELOW)
     smallest = _extreme(np.where(known, labels, _ABOVE), radius, np.minimum, _ABOVE)

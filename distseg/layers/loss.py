@@ -320,8 +320,8 @@ class Loss(Criterion):
     def counts(self, labels: Tensor) -> Tensor:
         """Return the partial sums that follow from labels alone, such as counts of valid pixels.
 
-        The result is (B, K) float64. It has 0 in place of the sums that depend on logits, and may
-        have 0 in place of all sums of a term that is not linear.
+        The result is (B, K) float64. It has 0 in place of the sums that depend on logits. Terms
+        whose attribute ``linear`` is False, such as dice, may have 0 in place of all sums.
 
         Args:
             labels: (B, *size), as in :meth:`rows`.

@@ -58,11 +58,10 @@ class Axis(NamedTuple):
         return self.cell != 1 and not self.of_channels
 
     @property
-    def lone(self) -> bool:
-        """True if the dim holds no channels and no positions of a line.
+    def without_channels(self) -> bool:
+        """True if the dim has length 1, or holds only images or positions of a feature map.
 
-        Such a dim has length 1, or holds only images or positions of a map: ``cell`` is 1 and
-        ``whole`` is empty.
+        The positions of a line count as channels here.
         """
         return self.cell == 1 and not self.whole
 

@@ -102,13 +102,15 @@ class Held(NamedTuple):
 
 
 def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
-    """Return how many micro-batches a stage holds in memory during each pass of a step.
+    """Return all different :class:`Held` of a stage during the passes of an optimizer step.
 
-    Each forward, recomputed or backward pass gives one :class:`Held`; equal ones are returned once.
-    The peak memory of the stage is the largest that follows from any of them
-    (:mod:`distseg.planning.stage_memory`). All stages are assumed to be about equally fast. So the
-    next stage is behind this stage by max(1, stages - 2 - stage) micro-batches. Buffers of received
-    messages are allocated ``AHEAD`` passes early.
+    Each forward, recomputed or backward pass has one :class:`Held`: how many micro-batches the
+    stage holds in memory at that time. The peak memory of the stage is the largest that follows
+    from any of them (:mod:`distseg.planning.stage_memory`).
+
+    The counts assume that the next stage has not yet received the outputs of this stage for the
+    last max(1, stages - 2 - stage) micro-batches. The receive buffers of the next ``AHEAD`` passes
+    are allocated already.
 
     Args:
         stage: the index of the stage.

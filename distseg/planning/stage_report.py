@@ -212,7 +212,7 @@ def summary(report: dict) -> str:
 
 
 def _row(number: int, stage: dict) -> dict:
-    """Return the row of a stage in the table of a split."""
+    """Return the row of a stage in the table of a split of the network into stages."""
     return {
         "stage": number,
         "layers": stage["layers"],

@@ -237,7 +237,7 @@ def _stored(cells: TileCells, n: int, m: int, exchanged: bool) -> int:
     Args:
         cells: the cells that the tile reads and computes along the dim.
         n, m: the cells of the whole input and of the whole result.
-        exchanged: True if the tile receives the padding together with a halo.
+        exchanged: True if a halo exchange before the layer also adds the layer's padding.
     """
     most = max(cells.output, -(-cells.input * m // n)) if m > n else cells.output
     return most + (0 if exchanged or m > n else abs(cells.before - cells.after))

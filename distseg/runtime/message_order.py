@@ -32,18 +32,18 @@ class Message(NamedTuple):
         comm: the name of the communicator.
         source, target: the numbers of the sending and the receiving rank in the job.
         tag: the tag of the message.
-        what: a text that says what is sent. It must differ for all messages from this source to
-            this target, because both sides recognise the message by it.
+        name: the name of the message. It must differ from the name of any other message from this
+            source to this target, because a send is matched with its receive by the name.
     """
 
     comm: str
     source: int
     target: int
     tag: int
-    what: str
+    name: str
 
     def __str__(self) -> str:
-        return f"{self.what}, from rank {self.source} to rank {self.target}"
+        return f"{self.name}, from rank {self.source} to rank {self.target}"
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,15 @@ class Collective:
     Attributes:
         comm: the name of the communicator.
         ranks: the numbers of its ranks in the job.
-        what: a text that names what is gathered or summed.
+        name: the name of what is gathered or summed.
     """
 
     comm: str
     ranks: tuple[int, ...]
-    what: str
+    name: str
 
     def __str__(self) -> str:
-        return f"{self.what} on {self.comm} of ranks {_numbers(self.ranks)}"
+        return f"{self.name} on {self.comm} of ranks {_numbers(self.ranks)}"
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ class Pass:
     """Step of a rank in which it computes and waits for no other rank.
 
     Attributes:
-        what: a text that names the pass in errors.
+        name: the name of the pass, for errors.
         reads: True if the pass reads tensors that other ranks of the pipeline have sent.
     """
 
-    what: str
+    name: str
     reads: bool = True
 
 
@@ -160,7 +160,7 @@ def _check_collectives(programs: Sequence[Sequence[Step]]) -> None:
         for step in program:
             if isinstance(step, Collective):
                 group = orders.setdefault((step.comm, step.ranks), {r: [] for r in step.ranks})
-                group[rank].append(step.what)
+                group[rank].append(step.name)
     for (comm, ranks), of_rank in orders.items():
         for rank in ranks[1:]:
             _check_alike(
@@ -177,10 +177,10 @@ def _check_matches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
     for rank, program in enumerate(programs):
         for message in _started(program):
             way = (message.comm, message.source, message.target, rules.tags and message.tag)
-            (sent if message.source == rank else received)[way].append(message.what)
+            (sent if message.source == rank else received)[way].append(message.name)
     for way in {**sent, **received}:
         comm, source, target, _ = way
-        assert len(set(sent[way])) == len(sent[way]), "messages of one way need different texts"
+        assert len(set(sent[way])) == len(sent[way]), "messages of one way need different names"
         _check_alike(
             sent[way],
             received[way],
@@ -193,7 +193,7 @@ def _check_alike(one: Sequence[str], other: Sequence[str], text: str) -> None:
     """Refuse two lists of messages that differ.
 
     Args:
-        one, other: the texts of the messages. A missing entry at the end of the shorter list is
+        one, other: the names of the messages. A missing entry at the end of the shorter list is
             called ``nothing`` in the error.
         text: the error, with three ``{}`` for the position (from 1) and the two differing entries.
     """

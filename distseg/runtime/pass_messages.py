@@ -101,7 +101,7 @@ def neighbours(
     sends: Sequence[int] | Mapping[int, object],
     receives: Sequence[int] | Mapping[int, object],
     tag: int,
-    what: str,
+    name: str,
 ) -> Iterator[Step]:
     """Yield two steps of a halo exchange: start all messages, then wait for the receives.
 
@@ -110,22 +110,22 @@ def neighbours(
         members: the ranks that share the image.
         sends, receives: the other ranks, as numbers among ``members``.
         tag: the tag of the messages.
-        what: the text that names the messages; it must differ from that of any other exchange.
+        name: the name of the messages; it must differ from that of any other exchange.
     """
-    coming = tuple(Message("tiles", members[r], rank, tag, what) for r in receives)
-    going = tuple(Message("tiles", rank, members[r], tag, what) for r in sends)
+    coming = tuple(Message("tiles", members[r], rank, tag, name) for r in receives)
+    going = tuple(Message("tiles", rank, members[r], tag, name) for r in sends)
     if coming or going:
         yield Start(coming + going)
         yield Wait(coming)
 
 
-def collective(comm: str, ranks: Sequence[int], what: str) -> Iterator[Collective]:
+def collective(comm: str, ranks: Sequence[int], name: str) -> Iterator[Collective]:
     """Yield a collective of the ranks of a communicator, or nothing if it has only one rank.
 
     Args:
         comm: the name of the communicator.
         ranks: the numbers of its ranks in the job.
-        what: a text that names what is gathered or summed.
+        name: the name of what is gathered or summed.
     """
     if len(ranks) > 1:
-        yield Collective(comm, tuple(ranks), what)
+        yield Collective(comm, tuple(ranks), name)

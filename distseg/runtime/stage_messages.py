@@ -59,7 +59,7 @@ class StageMessages:
         Args:
             program: the operations of the rank.
             units: the shapes of each micro-batch.
-            prefix: the beginning of the messages' texts, such as ``step 2, ``. It must differ
+            prefix: the beginning of the messages' names, such as ``step 2, ``. It must differ
                 from the prefix of any other step of the job.
         """
         run = _Run(self, units, prefix)
@@ -85,8 +85,8 @@ class _Run:
             if self._peer(op) != self.of.rank:
                 yield from self._receive(op) if isinstance(op, Recv) else self._send(op)
         elif isinstance(op, (Action, Recompute)):
-            what = f"{self.prefix}{op.verb} of stage {op.stage}, micro-batch {op.micro_batch}"
-            yield Pass(what, reads=not isinstance(op, (Recompute, Weight)))
+            name = f"{self.prefix}{op.verb} of stage {op.stage}, micro-batch {op.micro_batch}"
+            yield Pass(name, reads=not isinstance(op, (Recompute, Weight)))
             yield from self.of.inside(op)
 
     def _peer(self, op: EdgeOperation) -> int:
@@ -131,21 +131,21 @@ class _Run:
         Also record that the receiver knows these shapes, so that the message is sent only once.
         """
         self.of._forms.add((op.edge, self.units[op.micro_batch].signature))
-        what = f"shapes of {op.edge}, micro-batch {op.micro_batch}"
-        return self._message(op, 3 * self.of._numbers[op.edge] + 2, what)
+        name = f"shapes of {op.edge}, micro-batch {op.micro_batch}"
+        return self._message(op, 3 * self.of._numbers[op.edge] + 2, name)
 
     def _messages(self, op: EdgeOperation) -> tuple[Message, ...]:
         tag = 3 * self.of._numbers[op.edge] + op.back
-        what = f"{'gradient of ' * op.back}{op.edge}, micro-batch {op.micro_batch}"
+        name = f"{'gradient of ' * op.back}{op.edge}, micro-batch {op.micro_batch}"
         count = self.units[op.micro_batch].tensors
         return tuple(
-            self._message(op, tag, f"{what}, tile batch {i}" if count > 1 else what)
+            self._message(op, tag, f"{name}, tile batch {i}" if count > 1 else name)
             for i in range(count)
         )
 
-    def _message(self, op: EdgeOperation, tag: int, what: str) -> Message:
+    def _message(self, op: EdgeOperation, tag: int, name: str) -> Message:
         source, target = (
             self.of.members[self.of.partition.placement[stage]]
             for stage in (op.sender, op.receiver)
         )
-        return Message("pipeline", source, target, tag, f"{self.prefix}{what}")
+        return Message("pipeline", source, target, tag, f"{self.prefix}{name}")

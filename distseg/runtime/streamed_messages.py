@@ -100,7 +100,7 @@ class StreamedMessages:
 
         Args:
             programs: the operations of all ranks of the pipeline.
-            prefix: the beginning of the messages' texts, such as ``step 2, ``. It must differ
+            prefix: the beginning of the messages' names, such as ``step 2, ``. It must differ
                 from the prefix of any other step of the job.
             loss: the messages by which ranks compute the loss gradient.
         """
@@ -109,9 +109,10 @@ class StreamedMessages:
         return [*found, Wait(tuple(run.sent))]
 
     def _strips(self, programs: Sequence[Program]) -> dict[_Map, list[int]]:
-        """Return, for each transfer of a map, the row at which each of its messages ends, in order.
+        """Return, for each transfer of a feature map or its gradient, the ends of its messages.
 
-        A message has the rows that become final together.
+        The end of a message is the row after its last row. Ends are in the order of the messages. A
+        message has the rows that become final together.
         """
         found: dict[_Map, list[int]] = {}
         for sender, program in enumerate(programs):
@@ -141,8 +142,9 @@ class _Run:
     """Messages of one rank, collected operation by operation.
 
     Args:
-        of: the object that has the rank, its communicators and its plans.
-        strips: for each transfer of a map, the row at which each of its messages ends, in order.
+        of: the rank's number, communicators, plans and active norms.
+        strips: for each transfer of a feature map or its gradient, the ends of its messages in
+            order. The end of a message is the row after its last row.
         prefix, loss: the arguments of :meth:`StreamedMessages.steps`.
     """
 
@@ -175,9 +177,9 @@ class _Run:
             case TileOperation():
                 yield from self._tile(op)
             case Statistic() | FinalizeStatistics():
-                for name, comm in self.of.norms.get(op.tensor_id, ()):
-                    what = f"{self.prefix}{op.verb} of {name}, micro-batch {op.micro_batch}"
-                    yield from collective(comm, getattr(self.of.members, comm), what)
+                for norm, comm in self.of.norms.get(op.tensor_id, ()):
+                    name = f"{self.prefix}{op.verb} of {norm}, micro-batch {op.micro_batch}"
+                    yield from collective(comm, getattr(self.of.members, comm), name)
             case FetchHalo():
                 yield from self._wait_for_maps(op)
                 yield from self._halo(op)

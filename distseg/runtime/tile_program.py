@@ -617,8 +617,8 @@ class _Fronts:
 
         Returns:
             The row, or None in two cases: no further row has become final since the last call with
-            these arguments, or all rows are final. The last rows are sent elsewhere, after the
-            backward passes of all tiles (:func:`_after_all_readers`).
+            these arguments, or all rows are final. In the second case :func:`_after_all_readers`
+            yields the operation that sends the last rows.
         """
         final = self._final(tensor_id, block)
         if final == math.inf or final <= self._sent.get(

@@ -94,23 +94,23 @@ class _RankMessages:
             yield from self.passes.step(prefix)
             if self.passes.sums_loss_last:
                 yield from self.sum_of_loss("loss", prefix)
-            what = f"{prefix}sum of the gradients"
-            yield from collective("replicas", self.members.replicas, what)
+            name = f"{prefix}sum of the gradients"
+            yield from collective("replicas", self.members.replicas, name)
             for part in ("loss of the last stage", "norm of the gradient"):
                 yield from collective("pipeline", self.members.pipeline, f"{prefix}{part}")
             yield from self._running_statistics(prefix)
 
-    def sum_of_loss(self, what: str, prefix: str) -> Iterator[Step]:
+    def sum_of_loss(self, name: str, prefix: str) -> Iterator[Step]:
         """Yield the allreduce that adds the tables of partial sums of the loss over the replicas.
 
         Only ranks with the last stage have such a table; other ranks yield nothing.
 
         Args:
-            what: the name of the message.
-            prefix: the text before this name that names the optimizer step, such as ``step 1, ``.
+            name: the name of the message.
+            prefix: the name of the optimizer step, such as ``step 1, ``, to put before ``name``.
         """
         if self.has_loss:
-            yield from collective("replicas", self.members.replicas, f"{prefix}{what}")
+            yield from collective("replicas", self.members.replicas, f"{prefix}{name}")
 
     def statistics(self) -> dict[int, str]:
         """Return the name of each active norm's communicator, by the number of its layer.

@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _add_flags(parser) -> None:
-    """Add the flags of the subcommand, and its two arguments without a name, to a parser."""
+    """Add the arguments of ``distseg prepare`` to a parser: source, output and the flags."""
     parser.add_argument(
         "source",
         help="The folder of images, or an example: blue-marble, gigapixel (one grey image from the "

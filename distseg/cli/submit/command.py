@@ -221,8 +221,8 @@ class _Request:
     def _job(self, flags: tuple[str, ...]) -> Job:
         """Return the job of one training with the mesh of the config.
 
-        The result's ``nodes`` are one node of the site. The number of nodes that the mesh needs is
-        computed later.
+        The attribute ``nodes`` of the result describes a single node of the site. The caller
+        replaces it by the number of nodes that the mesh needs.
 
         Args:
             flags: the flags of the settings that differ from the config file, as alternating names

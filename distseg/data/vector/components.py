@@ -143,7 +143,10 @@ class Labeller:
         return ids[roots]
 
     def roots(self) -> np.ndarray:
-        """Return the smallest id of each id's object, (ids,); store it in ``parents`` too."""
+        """Return, for each id, the smallest id of the same object, (ids,).
+
+        The result also replaces ``parents``.
+        """
         self.parents = compressed(self.parents)
         return self.parents
 

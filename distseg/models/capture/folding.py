@@ -222,10 +222,14 @@ class Folding:
         ), kwargs | {"groups": kwargs["groups"] * self.times}
 
     def of_weight(self, steps: tuple[Step, ...], kernel: bool) -> tuple[Step, ...]:
-        """Return the steps that compute a convolution's weight or bias for all T frames.
+        """Return the steps that compute the weight or bias of the layer for all T frames.
+
+        The frames of an image are T groups of channels of the layer. All groups have the same
+        weight and bias.
 
         Args:
-            steps: function calls, of which the last one returns the weight or bias for one frame.
+            steps: function calls, of which the last one returns the weight or bias of the user's
+                convolution, which computes one frame.
             kernel: True for a weight, which has spatial dims; False for a bias.
 
         Returns:

@@ -84,8 +84,10 @@ def _line_axis(axis: Axis) -> Axis:
 def turned_line(reader: Reader, x: Value, order: Sequence[int]) -> Value:
     """Permute the dims of a line or vector to ``order``, and return it."""
     axes = tuple(x.axes[d] for d in order)
-    moved = [d for d in order if not x.axes[d].lone and not x.axes[d].batch]
-    if moved == sorted(moved) and not any(axis.batch and not axis.lone for axis in axes):
+    moved = [d for d in order if not x.axes[d].without_channels and not x.axes[d].batch]
+    if moved == sorted(moved) and not any(
+        axis.batch and not axis.without_channels for axis in axes
+    ):
         return replace(x, axes=axes)
     return reader.applied(Turned(order), [x], "turned", axes)
 

@@ -176,14 +176,17 @@ def fitted(
 
 
 def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
-    """Find the rule that divides the added cells of one dim between its start and its end.
+    """Return the rule that says how many of the cells added to a dim lie at its start.
 
-    The result is the ``side`` of :func:`distseg.tiling.resize.in_front`: a word such as "half", or
-    a fixed number of cells at the start.
+    The rule is the argument ``side`` of :func:`distseg.tiling.resize.in_front`: a word such as
+    "half", or a fixed number of cells.
 
     Args:
-        pairs: for each trace, the numbers of cells added at the start and at the end; negative
-            numbers remove cells.
+        pairs: for each trace, the numbers of cells added at the start and at the end of the dim.
+            Negative numbers remove cells.
+
+    Raises:
+        CanNotCapture: no rule holds for all traces.
     """
     for side in ("half", "larger half", pairs[0][0], "all"):
         if all(in_front(side, a + b) == a for a, b in pairs):

@@ -149,7 +149,7 @@ def _lengths(axes: Axes) -> list[tuple]:
     The extent (:data:`distseg.models.axes.Extent`) says how a dim of a line depends on the image's
     size. Dims of length 1 are left out.
     """
-    return [(axis.cell, axis.whole) for axis in axes if not axis.lone]
+    return [(axis.cell, axis.whole) for axis in axes if not axis.without_channels]
 
 
 def variance(

@@ -114,8 +114,9 @@ _OF_MAXIMA = (
 class Rules:
     """Rules for calls of convolutions, norms, poolings, dropouts and recurrent cells.
 
-    Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
-    layers for the reader's current call, and returns the result, a :class:`Value`.
+    Each method is the rule for the PyTorch function of the same name. Its argument ``self`` is not
+    an object of this class but the :class:`Reader` that captures the network. The method adds
+    layers for the reader's current call, and returns their output, a :class:`Value`.
     """
 
     def conv2d(self: Reader, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):

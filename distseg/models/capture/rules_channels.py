@@ -31,8 +31,9 @@ _PART = "takes a part of the image or of the batch; supported: a part of the cha
 class Channels:
     """Rules for calls of functions that reshape, index, join or fill tensors.
 
-    Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
-    layers for the reader's current call, and returns the result, a :class:`Value`.
+    Each method is the rule for the PyTorch function of the same name. Its argument ``self`` is not
+    an object of this class but the :class:`Reader` that captures the network. The method adds
+    layers for the reader's current call, and returns their output, a :class:`Value`.
     """
 
     # the same values in another shape or type

@@ -30,8 +30,9 @@ _INDICES = (
 class Moving:
     """Rules for calls of functions that slice, shift, flip, or use windows and blocks of cells.
 
-    Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
-    layers for the reader's current call, and returns the result, a :class:`Value`.
+    Each method is the rule for the PyTorch function of the same name. Its argument ``self`` is not
+    an object of this class but the :class:`Reader` that captures the network. The method adds
+    layers for the reader's current call, and returns their output, a :class:`Value`.
     """
 
     # parts

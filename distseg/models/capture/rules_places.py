@@ -18,8 +18,9 @@ from distseg.tiling.resize import Follow
 class Places:
     """Rules for calls of ``F.interpolate`` and ``F.upsample``, which resize maps.
 
-    Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
-    layers for the reader's current call, and returns the result, a :class:`Value`.
+    Each method is the rule for the PyTorch function of the same name. Its argument ``self`` is not
+    an object of this class but the :class:`Reader` that captures the network. The method adds
+    layers for the reader's current call, and returns their output, a :class:`Value`.
     """
 
     def interpolate(

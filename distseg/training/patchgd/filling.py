@@ -292,12 +292,13 @@ def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
 
 
 class PatchPredictor:
-    """Prediction of whole images by a network that sees an image as patches, one image per rank.
+    """Predictor of whole images by a network that sees an image as patches.
 
-    It has the interface of :class:`distseg.inference.predictor.Predictor`.
+    One rank computes each image. The class has the interface of
+    :class:`distseg.inference.predictor.Predictor`.
 
     Args:
-        filler: the network on a device.
+        filler: the network, which computes Z and the output of an image on its device.
         replicas: the communicator of the ranks among which the images are divided.
     """
 

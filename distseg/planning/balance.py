@@ -42,7 +42,9 @@ def fastest_split(
     """
     _check_stages(seconds.shape[-1] - 1, stages)
     if limit is None or bytes_of is None:
-        return split_within(seconds, stages)
+        fastest = split_within(seconds, stages)
+        assert fastest is not None  # without a limit, every split is allowed
+        return fastest
     found = split_within(seconds, stages, bytes_of, limit)
     if found is None:
         least = _least_limit(seconds, stages, bytes_of, limit)
@@ -63,7 +65,7 @@ def _least_limit(seconds: np.ndarray, stages: int, bytes_of: StageBytes, limit: 
         bytes_of: the bytes that a stage takes.
         limit: a limit that no split fits.
     """
-    low, high = limit, _most_bytes(split_within(seconds, stages), bytes_of)
+    low, high = limit, _most_bytes(fastest_split(seconds, stages), bytes_of)
     while high > (1 + _NEAR) * low:
         middle = (low + high) / 2
         found = split_within(seconds, stages, bytes_of, middle)
@@ -122,8 +124,9 @@ def split_within(
             full = [part for part in parts if bytes_of(*part) > limit]
             if not full:
                 break
-            for stage, *part in full:
-                a, b = _smallest_above(partial(bytes_of, stage), *part, limit, least[stage])
+            for stage, first, last in full:
+                of_part = partial(bytes_of, stage)
+                a, b = _smallest_above(of_part, first, last, limit, least[stage])
                 fits[stage, : a + 1, b:] = False
         found = _fastest_allowed(seconds, stages, fits)
     return found
@@ -265,7 +268,9 @@ def torchgpipe_split(seconds: Sequence[float], stages: int) -> list[int]:
             f"torchgpipe's split needs torchgpipe, which cannot be imported ({e}): pip install "
             "torchgpipe==0.0.7"
         ) from e
-    return [len(block) for block in solve(list(seconds), stages)]
+    # torchgpipe annotates whole numbers, but its algorithm only adds and compares them.
+    blocks = solve(list(seconds), stages)  # type: ignore[arg-type]
+    return [len(block) for block in blocks]
 
 
 def starts_of(balance: Sequence[int]) -> list[int]:

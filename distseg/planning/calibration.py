@@ -96,7 +96,7 @@ def _operation(
     """
     x = torch.randn(1, channels, side, side, device=device, dtype=dtype)
     if kind in TRAFFIC:
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "norm": partial(F.instance_norm, x),
             "elementwise": partial(F.leaky_relu, x, 0.01),
             "copy": x.clone,

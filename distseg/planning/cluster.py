@@ -108,7 +108,7 @@ class Cluster:
             "rank": machine.link,
             "card": machine.network,
             "switch": self.switch * machine.network / self.contention,
-            "sums": self.sum_network,
+            "sums": machine.network if self.sum_network is None else self.sum_network,
             "file": self.storage * simulated / self.ranks,
         }
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.schedule import SCHEDULES, splits
 from distseg.runtime.stage_program import AHEAD, recomputed
+
+Recompute = Literal["never", "except_last", "always"]
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,9 @@ class Policy:
 
     micro_batches: int = 1
     """Micro-batches of an optimizer step."""
-    schedule: Literal["gpipe", "1f1b", "zb-h1"] = "gpipe"
-    """Order of the passes (:mod:`distseg.runtime.schedule`)."""
-    recompute: Literal["never", "except_last", "always"] = "never"
+    schedule: str = "gpipe"
+    """Order of the passes: gpipe, 1f1b or zb-h1 (:data:`distseg.runtime.schedule.SCHEDULES`)."""
+    recompute: Recompute = "never"
     """Micro-batches whose activations are recomputed in the backward pass.
 
     ``never`` means no micro-batch, ``always`` all of them. ``except_last`` leaves out micro-batches
@@ -40,10 +42,7 @@ class Policy:
     def __post_init__(self):
         if self.micro_batches < 1:
             raise ValueError(f"a step must have at least one micro-batch, got {self.micro_batches}")
-        for name, choices in (
-            ("schedule", tuple(SCHEDULES)),
-            ("recompute", ("never", "except_last", "always")),
-        ):
+        for name, choices in (("schedule", tuple(SCHEDULES)), ("recompute", get_args(Recompute))):
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"

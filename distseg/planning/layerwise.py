@@ -36,7 +36,7 @@ class Alone:
         self.inputs = [
             x.detach().requires_grad_(number != image) for number, x in enumerate(inputs)
         ]
-        self.output: Tensor | None = None
+        self.output: Tensor  # set by `forward`
 
     def forward(self) -> Tensor:
         """Return the layer's output, and keep it for :meth:`backward`."""

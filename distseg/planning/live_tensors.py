@@ -257,8 +257,7 @@ def tensors_of(
     for number, (_, call) in enumerate(alone(network, x)):
         call.readers = 1  # The walk adds up the gradients of several readers.
         kept: list[Tensor] = []
-        keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
-        with LiveBytes("meta", call.inputs) as there, keep:
+        with LiveBytes("meta", call.inputs) as there, _recorded(kept):
             output = call.forward()
         with LiveBytes("meta", [output, *kept]) as back:
             gradients = call.backward()
@@ -322,6 +321,16 @@ def _views(layer: nn.Module, inputs: int, channels_last: bool) -> frozenset[int]
     return frozenset({0}) if channels_last and isinstance(layer, Cat) else frozenset(range(inputs))
 
 
+def _recorded(kept: list[Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Return a context that appends each tensor that autograd keeps in it to the list ``kept``."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
 def _key(tensor: Tensor) -> int:
     """Return a key that is equal for tensors in the same storage."""
     return tensor.untyped_storage()._cdata
@@ -343,7 +352,8 @@ def _as_run(model: nn.Module, other: nn.Module) -> nn.Module:
         if isinstance(run, Folded) and not isinstance(layer, Stash):
             setattr(model.get_submodule(parent), child, nn.Identity())
         elif getattr(run, "inplace", False):
-            layer.inplace = True
+            # PyTorch annotates attributes of modules as tensors and modules only.
+            layer.inplace = True  # type: ignore[assignment]
     return model
 
 
@@ -360,8 +370,7 @@ def _of_loss(loss: Criterion, output: Tensor, precision: str) -> LossTensors:
     shape = (len(output), *(output.shape[2:] if output.dim() > 2 else (1,)))
     labels = torch.zeros(shape, dtype=torch.int64, device="meta")
     kept: list[Tensor] = []
-    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
-    with LiveBytes("meta", [logits, labels]) as there, keep:
+    with LiveBytes("meta", [logits, labels]) as there, _recorded(kept):
         rows = loss.rows(logits, labels)
     with LiveBytes("meta", [logits, labels, rows, *kept]) as back:
         torch.autograd.grad(rows, logits, torch.empty_like(rows))
@@ -613,11 +622,11 @@ class _Walk:
         owner = self.network.owners[number]
         return self.network.sizes[number] * (1.0 if owner is None else self.tile.maps[owner])
 
-    def _hold(self, key: Hashable, size: float | None = None) -> Hashable:
+    def _hold(self, key: Hashable, size: float) -> Hashable:
         holders = self._holders.get(key, 0)
         self._holders[key] = holders + 1
         if not holders:
-            self._sizes[key] = size = self._size(key) if size is None else size
+            self._sizes[key] = size
             self.bytes += size
             self._note()
         return key
@@ -669,7 +678,7 @@ class _Walk:
             layer, frame = network.layers[number], self._frame(number)
             if frame:
                 self._hold(("frame", number), frame)
-            self._hold(layer.result)
+            self._hold(layer.result, self._size(layer.result))
             self._note(layer.forward * self.tile.maps[number + 1])
             if keep:
                 self._kept[number] = [self._hold(*one) for one in self.kept(number)]
@@ -760,7 +769,7 @@ class _Walk:
             if place in layer.views and self._shared_with_input(number, source):
                 found.append(self._new(self.size_of_map(source)))
             elif place in layer.views and not (part and len(layer.inputs) > 1):
-                self._hold(gradient)
+                self._holders[gradient] += 1
                 found.append(gradient)
             elif place == 0 and frame:
                 found.append(self._new(frame))

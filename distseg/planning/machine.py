@@ -197,7 +197,10 @@ def load_machine(name: str) -> Machine:
             f"profile {path} has the precision {precision!r}: give {', '.join(PRECISIONS)}, the "
             "number type of arithmetic"
         )
-    values, kinds, sources, rows = {}, {}, {}, []
+    values: dict[str, float] = {}
+    kinds: dict[str, str] = {}
+    sources: dict[str, str] = {}
+    rows: list[Rate | Timing] = []
     for key in NUMBERS:
         if key not in given:
             kinds[key], sources[key] = "guess", "not stated"
@@ -225,11 +228,24 @@ def load_machine(name: str) -> Machine:
                 f"{', '.join(KINDS)}, got {entry['unit']!r} and {entry['kind']!r}"
             )
         values[key], kinds[key], sources[key] = value, entry["kind"], str(entry["source"])
-    values["ranks"] = max(1, int(values["ranks"]))
-    rates = Rates(tuple(row for row in rows if isinstance(row, Rate)))
-    timings = tuple(row for row in rows if isinstance(row, Timing))
-    words = dict(precision=precision, rates=rates, timings=timings)
-    return Machine(str(given["name"]), **values, **words, kinds=kinds, sources=sources)
+    return Machine(
+        name=str(given["name"]),
+        arithmetic=values["arithmetic"],
+        traffic=values["traffic"],
+        call=values["call"],
+        latency=values["latency"],
+        link=values["link"],
+        network=values["network"],
+        memory=values["memory"],
+        base=values["base"],
+        ranks=max(1, int(values["ranks"])),
+        spread=values.get("spread", Machine.spread),
+        precision=precision,
+        rates=Rates(tuple(row for row in rows if isinstance(row, Rate))),
+        timings=tuple(row for row in rows if isinstance(row, Timing)),
+        kinds=kinds,
+        sources=sources,
+    )
 
 
 def _rows(path: Path, key: str, table) -> list[Rate | Timing]:
@@ -273,7 +289,7 @@ def _rows(path: Path, key: str, table) -> list[Rate | Timing]:
 
 def as_profile(machine: Machine) -> str:
     """Return the text of a profile (YAML) of ``machine``, as :func:`load_machine` reads it."""
-    entries = {
+    entries: dict[str, dict[str, object]] = {
         name: {
             "value": getattr(machine, name),
             "unit": _UNITS[name],
@@ -282,8 +298,9 @@ def as_profile(machine: Machine) -> str:
         }
         for name in NUMBERS
     }
+    measured: tuple[Rate | Timing, ...] = (*machine.rates.rows, *machine.timings)
     for name, kinds in _TABLES.items():
-        rows = [asdict(row) for row in (*machine.rates.rows, *machine.timings) if row.kind in kinds]
+        rows = [asdict(row) for row in measured if row.kind in kinds]
         if rows:
             entries[name]["table"] = rows
     words = {"version": VERSION, "name": machine.name, "precision": machine.precision}

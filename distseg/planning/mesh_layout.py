@@ -17,6 +17,7 @@ from distseg.layers.criterion import Criterion
 from distseg.layers.graph import graph_of
 from distseg.models.network import calls_of
 from distseg.planning.cost import Costs
+from distseg.planning.held import Recompute
 from distseg.runtime.partition import Partitioner
 from distseg.tiling.tile import ReceptiveField
 
@@ -44,7 +45,7 @@ class MeshLayout:
     exchange: str
     micro_batches: int
     schedule: str
-    recompute: str
+    recompute: Recompute
 
     @property
     def ranks(self) -> int:

@@ -24,9 +24,9 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from distseg.planning.balance import split_within, starts_of
+from distseg.planning.balance import fastest_split, split_within, starts_of
 from distseg.planning.cost import Costs, Seconds
-from distseg.planning.held import Policy
+from distseg.planning.held import Policy, Recompute
 from distseg.planning.live_tensors import TileSizes
 from distseg.planning.machine import Machine
 from distseg.planning.mesh_layout import EXCHANGES, MeshLayout, Prediction, Work
@@ -193,7 +193,7 @@ class _Found:
             memory, as (bytes, lower bound of seconds, index, layout, stages).
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.by_family: dict[str, list[tuple[Prediction, int]]] = {}
         self.smallest: dict[str, tuple[float, float, int, MeshLayout, _Stages]] = {}
         self._fastest = math.inf
@@ -642,7 +642,7 @@ class Planner:
         return _Stages(self.work.costs, seconds, policy, partition, travels, memory)
 
     def _find_fastest_split(
-        self, on_tile: _LayersOnTile, stages: int, recompute: str
+        self, on_tile: _LayersOnTile, stages: int, recompute: Recompute
     ) -> tuple[list[int], float]:
         """Return the fastest split into stages, without a memory limit.
 
@@ -650,11 +650,11 @@ class Planner:
             The number of layers of each stage, and the seconds of the slowest stage.
         """
         table = self._stage_seconds(on_tile, recompute)
-        balance = split_within(table, stages)
+        balance = fastest_split(table, stages)
         starts = starts_of(balance)
         return balance, max(float(table[a, a + n]) for a, n in zip(starts, balance))
 
-    def _find_stage_seconds(self, on_tile: _LayersOnTile, recompute: str) -> np.ndarray:
+    def _find_stage_seconds(self, on_tile: _LayersOnTile, recompute: Recompute) -> np.ndarray:
         """Return the seconds of all possible stages: entry [a, b] is a stage of layers a..b-1.
 
         The table (n + 1, n + 1) holds for every stage and schedule, because the search only has

@@ -8,7 +8,7 @@ pass still differs from its prediction, the balance assumed a wrong share of the
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -83,7 +83,7 @@ class StagePasses:
 
     def of_rank(self, rank: int) -> Passes:
         """Return the predicted seconds of a rank's passes in a step, by (kind of pass, stage)."""
-        total: Counter = Counter()
+        total: dict[tuple[str, str], float] = defaultdict(float)
         for op in operations(self.orders[rank], self.partition.edges, self.recompute):
             if isinstance(op, (Forward, Backward, Weight, Recompute)):
                 kind = "recompute" if isinstance(op, Recompute) else op.kind
@@ -168,7 +168,8 @@ def of_tiles(
         program: the operations of the rank in a step.
         plans: the stage plan of each micro-batch.
     """
-    sizes, total = executor.layout(image).sizes, Counter()
+    sizes = executor.layout(image).sizes
+    total: dict[tuple[str, str], float] = defaultdict(float)
 
     def seconds(op: OutputTile | ForwardTile | BackwardTile) -> Iterator[tuple[float, float]]:
         plan = plans[op.micro_batch]

@@ -72,7 +72,7 @@ class RankMemory:
             share: a factor by which the sizes are multiplied.
         """
         bounds, factor = self._least_on(tile), SMALL * self._machine.spread * share
-        alone = (bounds.full + bounds.working).diagonal(1)
+        alone = np.diagonal(bounds.full + bounds.working, 1)
         one = (self._lasting.diagonal(1) + factor * alone).max()
         return float(factor * bounds.full[0, -1]), float(one)
 

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -141,7 +142,10 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def counted(call: Callable) -> tuple[object, Work]:
+_Result = TypeVar("_Result")
+
+
+def counted(call: Callable[[], _Result]) -> tuple[_Result, Work]:
     """Return the result of ``call`` and the work of the kernels that it runs."""
     with _Traffic() as traffic, FlopCounterMode(display=False) as arithmetic:
         result = call()
@@ -159,7 +163,7 @@ class _Traffic(TorchDispatchMode):
         shapes: kind and shape of each kernel so far.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
         self.shapes: list[Shape] = []

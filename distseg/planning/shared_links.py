@@ -14,7 +14,7 @@ copies of the simulated ranks, each with random delays of its own.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -61,7 +61,7 @@ class Run:
     starts: list[float]
     ends: list[float]
     peaks: dict[Link, float]
-    carried: dict[Link, float]
+    carried: Mapping[Link, float]
 
     @property
     def seconds(self) -> float:

@@ -80,7 +80,8 @@ class TileMemory:
         network, tile = self.network, self.tile
         apart = stages > 1 and splits(policy.schedule)
         found = self._tensors(layers, apart, policy.recompute != "never")
-        load = max(map(found.load, largest_holdings(stage, stages, policy))) + tile.buffers
+        held = largest_holdings(stage, stages, policy)
+        load = max(float(found.load(one)) for one in held) + tile.buffers
         pixels, labels = network.pixels
         images = 0.0
         if layers.start == 0:

@@ -72,7 +72,8 @@ class Splitter:
                 from the current images).
             tiling: the grid of streamed tiles.
         """
-        split, tried = self.fastest(costs), {}
+        split = self.fastest(costs)
+        tried: dict[tuple[int, ...], float] = {}
         while split not in [list(found) for found in tried] and len(tried) < _ROUNDS:
             stages = stage_ranges(split, len(costs.layers))
             times = computed_again(layout, segments_of(layout.graph, active, stages), tiling)
@@ -83,7 +84,8 @@ class Splitter:
             scaled = replace(costs, layers=layers)
             tried[tuple(split)] = self.slowest(scaled, split)
             split = self.fastest(scaled)
-        return list(min(tried, key=tried.get))
+        best = min(tried, key=tried.__getitem__)
+        return list(best)
 
 
 _ROUNDS = 6

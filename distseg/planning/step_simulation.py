@@ -7,7 +7,7 @@ messages share links with those of other ranks (:mod:`distseg.planning.step_task
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -117,7 +117,7 @@ def simulate_step(
     found = step_tasks(work, layout, balance, cluster, bucket)
     capacity = cluster.capacity(found.simulated)
     run = simulate(found.tasks, capacity)
-    parts: Counter[str] = Counter()
+    parts: dict[str, float] = defaultdict(float)
     for number in critical_path(found.tasks, run):
         parts[found.tasks[number].kind] += run.ends[number] - run.starts[number]
     busy: dict[str, float] = {}

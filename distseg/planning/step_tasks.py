@@ -151,7 +151,14 @@ def step_tasks(
 class _Step:
     """Builder of the list of tasks of a step; arguments as for :func:`step_tasks`."""
 
-    def __init__(self, work, layout, balance, cluster, bucket):
+    def __init__(
+        self,
+        work: Work,
+        layout: MeshLayout,
+        balance: Sequence[int],
+        cluster: Cluster,
+        bucket: float | None,
+    ):
         self.work, self.layout, self.cluster, self.bucket = work, layout, cluster, bucket
         self.tiles = Tiles(work, layout.tiles, layout.exchange)
         self.partition = work.partitioner.cut(list(balance))
@@ -192,7 +199,8 @@ class _Step:
         layout, machine = self.layout, self.cluster.machine
         replicas = layout.samples * layout.tiles.volume
         ranks = [r for r in self.ends if r % layout.stages == stage]
-        links, earlier = self.cluster.sum_links(ranks, replicas), ()
+        links = self.cluster.sum_links(ranks, replicas)
+        earlier: tuple[int, ...] = ()
         for part, size in enumerate(self.parts[stage]):
             after = tuple(self.gradients[stage, part]) + earlier
             if replicas > 1:
@@ -358,8 +366,8 @@ class _Group:
             seconds, sent = self.cluster.sum_cost(sharing, _STATISTICS)
             links = self.cluster.sum_links(ranks, sharing)
             joint = self.step.norm_groups > 1
-            task = self.step.add(Task(NORMS, after, seconds, sent, links, joint=joint))
-            self._last[stage] = [(task,)] * len(ranks)
+            added = self.step.add(Task(NORMS, after, seconds, sent, links, joint=joint))
+            self._last[stage] = [(added,)] * len(ranks)
 
     def _send(self, stage: int, op: Send) -> None:
         """Add the messages that a send operation makes, one for each tile.

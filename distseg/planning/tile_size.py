@@ -186,7 +186,7 @@ class Activations:
             boxes: the boxes that the segment's layers read and compute for this tile.
             images: the number of images of the tile.
         """
-        total = sum(
+        total: float = sum(
             images * self.channels[0] * box.pixels * self.pixel
             if source == 0
             else self._bytes(source, box.pixels, images)

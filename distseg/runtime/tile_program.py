@@ -53,9 +53,10 @@ from distseg.runtime.operations import (
     SendHaloGrad,
     SendRows,
     Statistic,
+    TileOperation,
 )  # fmt: skip
 from distseg.tiling.access_pattern import Span
-from distseg.tiling.segment import Segment
+from distseg.tiling.segment import Segment, TilePlan
 from distseg.tiling.tile import Box
 
 
@@ -88,6 +89,9 @@ class TileGrid(Protocol):
 
     def computed(self, block: int, tensor_id: int) -> Box:
         """Return the box of a feature map that this rank computes."""
+
+    def tile_plan(self, op: TileOperation) -> TilePlan:
+        """Return, for one tile, the boxes that each layer of its segment reads and computes."""
 
 
 @dataclass(frozen=True)

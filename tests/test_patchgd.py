@@ -16,15 +16,8 @@ from test_images import done, write_store
 from distseg.cli.main import main
 from distseg.comm.alone import Alone
 from distseg.comm.mesh import Mesh
-from distseg.config.patchgd import PatchConfig, PatchgdConfig
-from distseg.config.settings import (
-    DataBase,
-    LossConfig,
-    MeshBase,
-    ModelBase,
-    OptimConfig,
-    TrainBase,
-)
+from distseg.config.patchgd import PatchConfig, PatchgdConfig, TrainConfig
+from distseg.config.settings import DataBase, LossConfig, MeshBase, ModelBase, OptimConfig
 from distseg.config.sizes import Size
 from distseg.data.loader import read_pixels
 from distseg.data.store.store import Store, StoreWriter
@@ -52,7 +45,7 @@ def config(
         mesh=MeshBase(samples=samples, tiles=Size(tiles)),
         data=DataBase(store=str(place / "s.h5"), images=images),
         optim=OptimConfig(name=name, lr=RATE, schedule="constant", warmup=0.0),
-        train=TrainBase(precision="fp64", loggers=[], output=str(place / "run")),
+        train=TrainConfig(precision="fp64", loggers=[], output=str(place / "run")),
         loss=LossConfig(),
         patchgd=PatchgdConfig(**{**settings, **patchgd}),
     )

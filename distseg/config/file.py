@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 
 import yaml
 
@@ -61,18 +61,27 @@ def sections(kind: type = Config) -> dict[str, tuple[str, ...]]:
         kind: the class of the config, :class:`Config` or :class:`PatchConfig`.
     """
     return {
-        section.name: tuple(field.name for field in fields(section.default_factory))
+        section.name: tuple(field.name for field in fields(_class_of(section)))
         for section in fields(kind)
     }
+
+
+def _class_of(section: Field) -> type:
+    """Return the class of a section of a config, which makes the section's default."""
+    assert isinstance(section.default_factory, type)
+    return section.default_factory
+
+
+def _types_of(kind: type) -> dict[str, str]:
+    """Return the type of each field of a section as text, by name, such as ``int | None``."""
+    return {field.name: str(field.type) for field in fields(kind)}
 
 
 def is_mapping(name: str) -> bool:
     """Return True if the setting ``name``, such as ``model.args``, maps names to values."""
     section, _, field = name.partition(".")
-    made = {
-        part.name: part.default_factory for kind in (PatchConfig, Config) for part in fields(kind)
-    }
-    return "dict[" in made[section].__dataclass_fields__[field].type
+    made = {part.name: _class_of(part) for kind in (PatchConfig, Config) for part in fields(kind)}
+    return "dict[" in _types_of(made[section])[field]
 
 
 def listed(name: str, value: str) -> str:
@@ -87,10 +96,10 @@ def listed(name: str, value: str) -> str:
     """
     section, _, field = name.partition(".")
     kinds = {
-        part.default_factory.__dataclass_fields__[field].type
+        types[field]
         for kind in (PatchConfig, Config)
         for part in fields(kind)
-        if part.name == section and field in part.default_factory.__dataclass_fields__
+        if part.name == section and field in (types := _types_of(_class_of(part)))
     }
     of_names = any(kind.startswith(("list[str", "list[Literal")) for kind in kinds)
     if not of_names or value == "null" or not _NAMES.fullmatch(value):

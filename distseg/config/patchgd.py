@@ -109,6 +109,14 @@ class PatchgdConfig:
 
 
 @dataclass(frozen=True)
+class TrainConfig(TrainBase):
+    """The training run: length, precision, checkpoints and output."""
+
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """auto: bf16 autocast if the device computes it faster, else fp32."""
+
+
+@dataclass(frozen=True)
 class PatchConfig(ConfigBase):
     """All sections of the settings of PatchGD."""
 
@@ -118,7 +126,7 @@ class PatchConfig(ConfigBase):
     loss: LossConfig = field(default_factory=LossConfig)
     data: DataBase = field(default_factory=DataBase)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    train: TrainBase = field(default_factory=TrainBase)
+    train: TrainConfig = field(default_factory=TrainConfig)
     patchgd: PatchgdConfig = field(default_factory=PatchgdConfig)
     predict: PredictBase = field(default_factory=PredictBase)
     run: RunConfig = field(default_factory=RunConfig)

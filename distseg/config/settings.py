@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -711,10 +711,10 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainBase:
-    """The training run: length, precision, checkpoints and output.
+    """Base class of the training run: length, precision, checkpoints and output.
 
-    PatchGD takes this section. Exact training takes :class:`TrainConfig`, which adds
-    ``accumulate`` and fp16.
+    Exact training takes :class:`TrainConfig`, which adds ``accumulate`` and fp16. PatchGD takes
+    :class:`distseg.config.patchgd.TrainConfig`.
     """
 
     epochs: int = 10
@@ -725,8 +725,8 @@ class TrainBase:
     job_minutes: float | None = None
     """Minutes that the job may run; by default the limit of the Slurm job. Before this time
     is over, training writes a checkpoint and ends with exit code 75."""
-    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    """auto: bf16 autocast if the device computes it faster, else fp32."""
+    precision: str = "auto"
+    """Number type of training. Each subclass lists its values."""
     channels_last: bool | None = None
     """Store activations in the channels-last memory format; by default with bf16 and on CUDA."""
     seed: int = 0
@@ -938,7 +938,7 @@ class StreamingConfig:
         Error messages use the text. Read it only if :attr:`active` is True.
         """
         if self.memory is not None:
-            return f"streaming.memory is {self.memory / 1e9:g}GB"
+            return f"streaming.memory is {float(self.memory) / 1e9:g}GB"
         return f"streaming.tiles is {self.tiles}"
 
 
@@ -1063,6 +1063,8 @@ class ConfigBase:
 
     A subclass is a frozen dataclass, and its fields are the sections of the YAML file.
     """
+
+    __dataclass_fields__: ClassVar[dict[str, Field]]  # a subclass is a dataclass
 
     model: ModelBase
     mesh: MeshBase

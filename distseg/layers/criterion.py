@@ -6,7 +6,9 @@ table S (images x sums), and the loss is a function L(S) of the table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -136,6 +138,11 @@ class Criterion:
         return target.model.loss(output, target, self)
 
 
+def sum_tensors(values: Iterable[Tensor]) -> Tensor:
+    """Return the sum of at least one tensor, added up in order."""
+    return reduce(add, values)
+
+
 class WeightedSum(Criterion):
     """Weighted sum of criteria (losses) that all get the same logits and target.
 
@@ -170,7 +177,7 @@ class WeightedSum(Criterion):
 
     def value(self, table: Tensor) -> Tensor:
         tables = table.split([part.sums for _, part in self.parts], 1)
-        return sum(weight * part.value(t) for (weight, part), t in zip(self.parts, tables))
+        return sum_tensors(weight * part.value(t) for (weight, part), t in zip(self.parts, tables))
 
     def check(self, outputs: Outputs, target: Tensor) -> None:
         for _, part in self.parts:

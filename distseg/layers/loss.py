@@ -27,17 +27,11 @@ from torch import Tensor
 from distseg.comm.staging import upload
 from distseg.config.settings import LossConfig
 from distseg.config.spelling import did_you_mean
-from distseg.layers.criterion import Criterion
+from distseg.layers.criterion import Criterion, sum_tensors
 
 
 class Term:
     """Base class of the terms of a loss, such as cross-entropy.
-
-    A subclass has three methods. ``partial_sums(logits, labels)`` returns the partial sums (sums,)
-    of one image's tile, with logits (1, C, *size) and labels (1, *size). ``counts(labels)`` returns
-    the partial sums that follow from labels alone, in float64, with 0 in place of the other sums; a
-    term that is not linear may return zeros only. ``value(table)`` returns the term for the partial
-    sums (images, sums) of a whole step.
 
     Attributes:
         sums: the number of partial sums of an image.
@@ -46,6 +40,33 @@ class Term:
         takes: the names of the settings that this term uses and some other terms do not, such as
             ``class_weights``.
     """
+
+    sums: int
+    linear: bool
+    takes: tuple[str, ...] = ()
+
+    def __init__(self, config: LossConfig, classes: int):
+        raise NotImplementedError
+
+    def partial_sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the partial sums of one image's tile, (sums,).
+
+        Args:
+            logits: one output of the network on the tile, (1, C, *size).
+            labels: the labels of the same pixels, (1, *size).
+        """
+        raise NotImplementedError
+
+    def counts(self, labels: Tensor) -> Tensor:
+        """Return the partial sums that follow from labels alone, (sums,) float64.
+
+        The other sums are 0. A term that is not linear may return zeros only.
+        """
+        raise NotImplementedError
+
+    def value(self, table: Tensor) -> Tensor:
+        """Return the term, a tensor (), for the partial sums (images, sums) of a whole step."""
+        raise NotImplementedError
 
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return this term's partial sums of each image over a tile's pixels, (B, sums).
@@ -120,19 +141,25 @@ class CrossEntropy(Term):
 class PixelMean(Term):
     """Base class of terms that are the plain mean of one value per valid pixel.
 
-    A subclass computes these values in ``each(logits, labels)``: logits (B, C, *size) and labels
-    (B, *size) give the values (B, *size). Labels of invalid pixels are 0 there, and their values do
-    not count.
+    A subclass computes these values in :meth:`each`.
     """
 
     sums, linear = 2, True
-    takes: tuple[str, ...] = ()
 
     def __init__(self, config: LossConfig, classes: int):
         self.config, self.classes = config, classes
 
     def counts(self, labels: Tensor) -> Tensor:
         return _beside_a_sum(self.valid(labels).count_nonzero())
+
+    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the value of each pixel, (B, *size); the values of invalid pixels do not count.
+
+        Args:
+            logits: one output of the network, (B, C, *size).
+            labels: the labels of the same pixels, (B, *size), with 0 at invalid pixels.
+        """
+        raise NotImplementedError
 
     def valid(self, labels: Tensor) -> Tensor:
         """Return the mask of valid pixels, (B, *size) bool."""
@@ -257,7 +284,7 @@ class Dice(Term):
         )
 
 
-_TERMS = {
+_TERMS: dict[str, type[Term]] = {
     "cross_entropy": CrossEntropy,
     "binary_cross_entropy": BinaryCrossEntropy,
     "focal": Focal,
@@ -340,14 +367,14 @@ class Loss(Criterion):
             table: the K partial sums S of each image of the step, added up over all of its tiles,
                 (images, K).
         """
-        return sum(
-            weight * self._of_output(part)
-            for weight, part in zip(self.outputs, table.chunk(len(self.outputs), 1))
-        )
+        parts = table.chunk(len(self.outputs), 1)
+        return sum_tensors(w * self._of_output(part) for w, part in zip(self.outputs, parts))
 
     def _of_output(self, table: Tensor) -> Tensor:
         parts = table.split([term.sums for _, term in self.terms], 1)
-        return sum(weight * term.value(part) for (weight, term), part in zip(self.terms, parts))
+        return sum_tensors(
+            weight * term.value(part) for (weight, term), part in zip(self.terms, parts)
+        )
 
 
 def _check(config: LossConfig) -> None:

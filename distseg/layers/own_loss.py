@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distseg.config.settings import LossConfig
-from distseg.layers.criterion import Criterion, OfOutputs, Outputs
+from distseg.layers.criterion import Criterion, OfOutputs, Outputs, sum_tensors
 from distseg.layers.loss import Loss
 
 _SIDES = 13, 17, 6  # size of the maps with which a user's function is tried, along each dim
@@ -213,7 +214,7 @@ class PixelLoss(Criterion):
             return each.view(*each.shape, *ones) if each.dim() < 3 else each
         return self.function(logits, target)
 
-    def _mask(self, valid: Tensor, shape: torch.Size) -> Tensor:
+    def _mask(self, valid: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the mask of valid pixels in a form that broadcasts to ``shape``.
 
         If the target has channels and ``shape`` has none, a pixel is valid if all its channels are.
@@ -284,7 +285,7 @@ class SumLoss(Criterion):
                 at = [3, logits.shape[dim] - 3]
                 parts = zip(logits.split(at, dim), sample.split(at, dim - logits.dim()))
                 self._compare(
-                    sum(self.function(x, y) for x, y in parts),
+                    sum_tensors(self.function(x, y) for x, y in parts),
                     whole,
                     "of parts of an image do not add up",
                 )
@@ -325,15 +326,16 @@ def criterion_of(
         ValueError: ``given`` is none of these, or its outputs are not those of the network.
     """
     if isinstance(given, Mapping):
+        names = outputs or ()
         given = {str(name): one for name, one in given.items()}  # 0 and "0" name the first output
-        if set(given) != set(outputs or ()):
+        if set(given) != set(names):
             raise ValueError(
                 f"the criterion has the keys {', '.join(given)}, but the argument "
-                f"outputs of distseg.distribute is {', '.join(outputs or ()) or 'None'}: give one "
+                f"outputs of distseg.distribute is {', '.join(names) or 'None'}: give one "
                 "criterion for each name in outputs, or a single criterion instead of a dict"
             )
         return OfOutputs(
-            [(1.0, criterion_of(given[name], channels, None, ignore_index)) for name in outputs]
+            [(1.0, criterion_of(given[name], channels, None, ignore_index)) for name in names]
         )
     if outputs and len(outputs) > 1:
         one = criterion_of(given, channels, None, ignore_index)
@@ -370,7 +372,8 @@ def _mean_of(loss: nn.Module) -> PixelLoss:
             "distseg.SumLoss(function, value)"
         )
     values = copy.copy(loss)
-    values.reduction = "none"
+    # PyTorch annotates attributes of modules as tensors and modules only.
+    values.reduction = "none"  # type: ignore[assignment]
     return PixelLoss(values)
 
 
@@ -462,7 +465,7 @@ def _weight_of(function: Callable) -> Callable[[Tensor], Tensor] | None:
     """
     if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
         classes = function.weight
-    elif getattr(function, "func", None) in (F.cross_entropy, F.nll_loss):
+    elif isinstance(function, partial) and function.func in (F.cross_entropy, F.nll_loss):
         classes = function.keywords.get("weight")
     else:
         return None

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from numbers import Integral
-from typing import get_args, get_type_hints
+from typing import Literal, get_args, get_type_hints
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ def init_mesh(
     tiles: Sequence[int] = (1, 1),
     stages: int = 1,
     comm=None,
-    device: str = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
     threads: int | None = None,
     timeout: float = 1800.0,
 ) -> Mesh:
@@ -130,8 +130,8 @@ def init_mesh(
         chosen, _ = launch.set_up(world, device, threads)
         if world.size == 1 and threads is None:
             torch.set_num_threads(own_threads)
-        if world.size > 1:
-            _end_together(world)
+        if world.size > 1 and not isinstance(sys.excepthook, _EndAllRanks):
+            sys.excepthook = _EndAllRanks(world)
         if comm is None or world.size == launch.identify().size:
             attend(as_communicator(world))
         mesh = Mesh(world, samples, tiles, stages, timeout)
@@ -161,21 +161,21 @@ def distribute(
     *,
     image_size: Sequence[int] | None = None,
     micro_batches: int = 1,
-    exchange: str | int = "all",
+    exchange: Literal["all", "level"] | int = "all",
     tiles_per_rank: Sequence[int] | None = None,
     streaming: str | int | None = None,
-    schedule: str = "auto",
+    schedule: Literal["auto", "gpipe", "1f1b", "zb-h1"] = "auto",
     balance: Sequence[int] | None = None,
-    recompute: str = "never",
-    precision: str | None = None,
+    recompute: Literal["never", "except_last", "always"] = "never",
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] | None = None,
     channels_last: bool = False,
-    norm_scope: str = "group",
+    norm_scope: Literal["group", "step"] = "group",
     inputs: Sequence[int] | None = None,
     outputs: Sequence[str] | None = None,
     pad: int | None = None,
     in_channels: int | None = None,
     seed: int = 0,
-    reducer: str = "auto",
+    reducer: Literal["auto", "horovod", "mpi", "torch", "nccl"] = "auto",
     timeout: float = 1800.0,
 ) -> DistributedModel:
     """Distribute a module over the ranks of a mesh.
@@ -261,7 +261,9 @@ def distribute(
                 reducer=reducer,
             ),
             pipeline=PipelineConfig(
-                schedule=schedule, balance=balance and list(balance), recompute=recompute
+                schedule=schedule,
+                balance=None if balance is None else list(balance),
+                recompute=recompute,
             ),
             spatial=SpatialConfig(exchange_every=exchange, norm_scope=norm_scope),
             data=DataConfig(images=2),
@@ -371,8 +373,9 @@ def _check_counts(**options: object) -> None:
         ValueError: the message names the option and its value.
     """
     for name, value in options.items():
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if value is not None and not (whole and value >= 1):
+        if value is None:
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} is {value!r}: give a whole number of at least 1")
 
 
@@ -455,35 +458,32 @@ def _network(
     return as_network(made if pad is None else padded(made, pad))
 
 
-def _precision_of(module: nn.Module) -> str:
+def _precision_of(module: nn.Module) -> Literal["fp32", "fp64"]:
     """Return fp64 for a module with parameters in float64, else fp32."""
     wide = any(p.dtype == torch.float64 for p in module.parameters())
     return "fp64" if wide else "fp32"
 
 
-def _end_together(world) -> None:
-    """Make an uncaught exception on one rank end all ranks.
-
-    Otherwise the other ranks would wait for that rank.
+class _EndAllRanks:
+    """Hook for uncaught exceptions: one on this rank ends all ranks, which would wait for it.
 
     Args:
         world: the communicator of all ranks.
     """
-    before = sys.excepthook
 
-    def end(kind, error, trace) -> None:
-        before(kind, error, trace)
-        if not isinstance(error, launch.JointFailure):
+    def __init__(self, world):
+        self.world, self.before = world, sys.excepthook
+
+    def __call__(self, kind, error, trace) -> None:
+        self.before(kind, error, trace)
+        joint = isinstance(error, launch.JointFailure)
+        if not joint:
             print(
-                f"distseg: error: rank {world.rank} has failed with this {kind.__name__}, so all "
-                f"{world.size} ranks are ended",
+                f"distseg: error: rank {self.world.rank} has failed with this {kind.__name__}, so "
+                f"all {self.world.size} ranks are ended",
                 file=sys.stderr,
             )
         sys.stdout.flush()
         sys.stderr.flush()
-        if not isinstance(error, launch.JointFailure):
-            world.Abort(2)
-
-    if not getattr(before, "ends_all_ranks", False):
-        end.ends_all_ranks = True
-        sys.excepthook = end
+        if not joint:
+            self.world.Abort(2)

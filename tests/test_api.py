@@ -6,6 +6,7 @@ import re
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -14,7 +15,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import distseg
+from distseg.config.settings import (
+    MeshConfig,
+    PipelineConfig,
+    RunConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.layers.criterion import Outputs
+from distseg.tiling.tile import Box
+from distseg.tiling.tile_batch import labels_of_images
 
 CE = partial(F.cross_entropy, reduction="none")
 
@@ -1131,3 +1141,34 @@ def test_the_loop_of_the_page_runs():
     names = {}
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
     assert names["logits"].shape == (1, 2, 301, 437)
+
+
+CHOICES = {
+    "schedule": PipelineConfig,
+    "recompute": PipelineConfig,
+    "norm_scope": SpatialConfig,
+    "reducer": MeshConfig,
+    "precision": TrainConfig,
+    "device": RunConfig,
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_types_of_options_list_the_values_of_the_settings(name):
+    function = distseg.init_mesh if name == "device" else distseg.distribute
+    listed = _values(get_type_hints(function)[name])
+    wanted = set(get_args(get_type_hints(CHOICES[name])[name]))
+    assert listed == (wanted - {"auto"} if name == "precision" else wanted)
+
+
+def _values(kind) -> set:
+    """The values of a Literal, or of the Literals of a union; None counts as none."""
+    found = get_args(kind)
+    return {v for one in found for v in (get_args(one) if get_args(one) else (one,))} - {type(None)}
+
+
+def test_integer_labels_of_whole_images_need_a_label_that_does_not_count():
+    labels = torch.tensor([1, 2])
+    assert labels_of_images(labels, Box((0, 0), (4, 4)), None).flatten().tolist() == [1, 2]
+    with pytest.raises(ValueError, match="ignore_index=None"):
+        labels_of_images(labels, Box((0, 4), (4, 8)), None)

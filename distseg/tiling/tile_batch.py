@@ -30,7 +30,7 @@ def on_tile(output: Tensor, place: TilePlacement) -> Tensor:
     return output[(..., *place.owned.slices)]
 
 
-def labels_of_images(values: Tensor, box: Box, ignore: int) -> Tensor:
+def labels_of_images(values: Tensor, box: Box, ignore: int | None) -> Tensor:
     """Return the labels that a tile gets from labels of whole images, (B,) -> (B, 1, ...).
 
     Every tile has the same output for the whole image. So that each image counts once, only the
@@ -40,10 +40,18 @@ def labels_of_images(values: Tensor, box: Box, ignore: int) -> Tensor:
     Args:
         values: the label of each image.
         box: the tile.
-        ignore: the label that losses and metrics leave out.
+        ignore: the label that losses and metrics leave out; None if all labels count.
+
+    Raises:
+        ValueError: ``ignore`` is None, and the labels are whole numbers.
     """
     if any(box.start):
         ignored = math.nan if values.is_floating_point() else ignore
+        if ignored is None:
+            raise ValueError(
+                "the loss has ignore_index=None, but only one tile counts the label of an image: "
+                "give the loss an ignore_index that no label has, such as -100"
+            )
         values = torch.full_like(values, ignored)
     return values.view(-1, *(1 for _ in box.start))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from distseg.data.arrays import Arrays, Stacked
 from distseg.data.sampler import Rows
 from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
-from distseg.layers.criterion import Criterion, Outputs
+from distseg.layers.criterion import Criterion, Outputs, sum_tensors
 from distseg.layers.own_loss import criterion_of
 from distseg.models.network import check_calls, check_size, user_name, user_names
 from distseg.tiling.tile import Box, TilePlacement, check_grid, owned_tiles
@@ -447,6 +447,7 @@ class DistributedModel(nn.Module):
 
     def _arrays(self, given) -> Arrays | Stacked:
         """Return the images that the user gave, or refuse them if they do not fit the network."""
+        images: Arrays | Stacked
         if self._inputs is not None:
             if not isinstance(given, tuple) or len(given) != len(self._inputs):
                 raise ValueError(
@@ -726,7 +727,7 @@ class DistributedModel(nn.Module):
             gradients.mul_(self._factor)
         for p in parameters:
             if p in self._late:
-                p.grad.add_(self._late[p])
+                _grad(p).add_(self._late[p])
 
     @torch.no_grad()
     def _finish(self, scaled: bool = False) -> None:
@@ -759,13 +760,13 @@ class DistributedModel(nn.Module):
                 self._complete(part, members)
         parts = {}
         if not self._syncs and self.mesh.replicas.size > 1:
-            parts = {number: p.grad.clone() for number, p in enumerate(parameters)}
-        for number, gradient in self._carried.items():
-            parameters[number].grad.add_(gradient)
+            parts = {number: _grad(p).clone() for number, p in enumerate(parameters)}
+        for number, earlier in self._carried.items():
+            _grad(parameters[number]).add_(earlier)
         if scaled and self.mesh.pipeline.size > 1 and not self._all_finite():
             # A GradScaler skips a step whose gradients are not finite. All stages must skip it.
             for p in parameters:
-                p.grad.fill_(torch.nan)
+                _grad(p).fill_(torch.nan)
         for number in self._unused[self._used]:
             if number not in self._carried and parameters[number] not in self._late:
                 parameters[number].grad = None
@@ -782,7 +783,7 @@ class DistributedModel(nn.Module):
 
         All ranks of the pipeline must call this method together.
         """
-        finite = all(bool(p.grad.isfinite().all()) for p in self.engine.parameters)
+        finite = all(bool(_grad(p).isfinite().all()) for p in self.engine.parameters)
         return self.engine.over_stages(float(not finite)) == 0
 
     # The eager form
@@ -842,6 +843,7 @@ class DistributedModel(nn.Module):
                     "model(shard) takes images of one size, with one tile on each rank: for other "
                     "images or tiles call model.backward(image, target, criterion)"
                 )
+        assert isinstance(batches[0], TileBatch)  # tiles are not streamed
         batch = self.engine.to_device(batches[0])
         with self.engine.autocast():
             (output,) = self.engine.model([batch.pixels], [batch.place])
@@ -895,7 +897,16 @@ class DistributedModel(nn.Module):
 
     # Prediction
 
-    def predict(self, image) -> Tensor:
+    @overload
+    def predict(self, image: list) -> list[Tensor]: ...
+
+    @overload
+    def predict(self, image: Tensor | np.ndarray) -> Tensor: ...
+
+    @overload
+    def predict(self, image: object) -> Tensor | list[Tensor]: ...
+
+    def predict(self, image):
         """Return the logits of whole images, on every rank.
 
         All ranks must call it together, with the same images. Norms and dropout are in evaluation
@@ -962,7 +973,7 @@ class DistributedModel(nn.Module):
         """Return the logits of a whole image on every rank; each rank computes its tiles."""
         mine = list(self._tiles_of(arrays, number))
         boxes = self.mesh.world.allgather([(box, y.shape, y.dtype.str) for box, y in mine])
-        whole = None
+        whole: Tensor | None = None
         for rank, those in enumerate(boxes):
             for place, (box, shape, dtype) in enumerate(those):
                 part = np.empty(shape, dtype)
@@ -978,12 +989,19 @@ class DistributedModel(nn.Module):
                         shape[0], *arrays.size(number), dtype=torch.from_numpy(part).dtype
                     )
                 whole[(..., *box.slices)] = torch.from_numpy(part)
+        assert whole is not None  # an image has at least one tile
         return whole
 
     def _predictors(self) -> Predictor:
         if self._predictor is None:
             self._predictor = self.engine.predictor()
         return self._predictor
+
+
+def _grad(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter that has one."""
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 class _LossOfAllTiles(torch.autograd.Function):
@@ -1050,7 +1068,7 @@ def _check_only_use(gradient: Tensor, seen: list[Tensor]) -> None:
     Raises:
         ValueError: the gradient of the output is not the sum of ``seen``.
     """
-    wanted = sum(seen) if seen else torch.zeros_like(gradient)
+    wanted = sum_tensors(seen) if seen else torch.zeros_like(gradient)
     seen.clear()
     if not torch.equal(gradient, wanted) and not torch.allclose(gradient, wanted, rtol=1e-9):
         raise ValueError(

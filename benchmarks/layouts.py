@@ -1,7 +1,9 @@
 """The planner's seconds of a step beside measured ones: ``python -m benchmarks.layouts``.
 
 A job times the network as ``distseg plan`` does, on all ranks at the same time. Then it runs steps
-in layouts that are drawn from those that the planner compares. Nothing is fitted to these steps.
+in layouts that are drawn from those that the planner compares, one step of each in turns. Nothing is
+fitted to these steps. ``--cpu-time`` measures what ranks compute, without waiting: it tests the model
+of the work on a machine that other processes share. Layouts with stages are left out then.
 """
 
 from __future__ import annotations
@@ -9,10 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -27,7 +32,8 @@ from distseg.comm.launch import set_up, world
 from distseg.config.settings import Config, DataConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
-from distseg.planning.mesh_layout import MeshLayout
+from distseg.planning import roofline
+from distseg.planning.mesh_layout import MeshLayout, Prediction
 from distseg.planning.mesh_search import Planner
 from distseg.training.verify import prepare
 
@@ -102,6 +108,7 @@ class Job:
     drawn: int
     repeats: int
     quick: bool
+    cpu_time: bool = False
 
 
 def config_of(job: Job) -> tuple[Config, Size]:
@@ -125,17 +132,20 @@ def work(job: Job) -> None:
     config, size = config_of(job)
     prepared = prepare(config, size)
     training = PlannedTraining(prepared.config, as_network(prepared.model), prepared.size)
-    machine = training.measure(comm)
+    clock = time.thread_time if job.cpu_time else time.perf_counter
+    with patch.object(roofline, "time", SimpleNamespace(perf_counter=clock)):
+        machine = training.measure(comm)
     planner = Planner(training.work(machine, 2), machine)
     every = sorted(planner.candidates(comm.size), key=str)
+    if job.cpu_time:
+        every = [layout for layout in every if layout.stages == 1]
     chosen = comm.bcast(random.Random(0).sample(every, min(job.drawn, len(every))))
+    predicted = [found for layout in chosen if (found := _predicted(planner, layout))]
+    layouts = [found.layout for found in predicted]
+    measured = _measured(training, layouts, comm, job)
     rows = []
-    for layout in chosen:
-        try:
-            found = planner.predict(layout)
-        except ValueError:
-            continue
-        seconds = _measured(training, layout, comm, job.repeats)
+    for found, seconds in zip(predicted, measured):
+        layout = found.layout
         rows.append(
             {
                 "network": job.case, "ranks": comm.size, "family": layout.family,
@@ -148,11 +158,33 @@ def work(job: Job) -> None:
         print(json.dumps({"rows": rows}))
 
 
-def _measured(training: PlannedTraining, layout: MeshLayout, comm, repeats: int) -> float:
+def _predicted(planner: Planner, layout: MeshLayout) -> Prediction | None:
+    """Return the prediction for a layout, or None if the network has too few layers for it."""
+    try:
+        return planner.predict(layout)
+    except ValueError:
+        return None
+
+
+def _measured(
+    training: PlannedTraining, layouts: Sequence[MeshLayout], comm, job: Job
+) -> list[float]:
+    """Return the seconds of the fastest step in each layout; the layouts take turns."""
+    seconds = _cpu_time if job.cpu_time else RunningStep.seconds
     device = set_up(comm, "cpu", 1).device
-    engine, own = training.step(layout, comm, device)
-    step = RunningStep(engine, own, CountedComm(comm), device)
-    return min([step.seconds() for _ in range(repeats + 1)][1:])
+    steps = [
+        RunningStep(*training.step(layout, comm, device), CountedComm(comm), device)
+        for layout in layouts
+    ]
+    rounds = [[seconds(step) for step in steps] for _ in range(job.repeats + 1)]
+    return [min(found) for found in zip(*rounds[1:])]
+
+
+def _cpu_time(step: RunningStep) -> float:
+    """Run the step, and return the seconds of CPU time of the rank that computed longest."""
+    began = time.thread_time()
+    step.seconds()
+    return max(step.comm.allgather(time.thread_time() - began))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -161,10 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--drawn", type=int, default=10, help="layouts of a network and a number of ranks"
     )
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, not time")
     parser.add_argument("--job", type=str, default=None, help="a network: internal")
     options = parser.parse_args(arguments)
     if options.job:
-        work(Job(options.job, options.drawn, options.repeats, options.quick))
+        work(Job(options.job, options.drawn, options.repeats, options.quick, options.cpu_time))
         return
     rows = []
     for case in list(CASES)[: 1 if options.quick else None]:
@@ -181,14 +214,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "--repeats",
                 str(repeats_of(options)),
                 *(["--quick"] if options.quick else []),
+                *(["--cpu-time"] if options.cpu_time else []),
             ]
             rows += run_ranks(ranks, words)["rows"]
     off = sorted(abs(row["ratio"] - 1) for row in rows)
     notes = (
-        f"seconds of a step of two images, one thread a rank; predicted / measured - 1: median {median(off):.1%}, "
+        f"{'CPU ' * options.cpu_time}seconds of a step of two images, one thread a rank; predicted / measured - 1: median {median(off):.1%}, "
         f"95th percentile {off[int(0.95 * (len(off) - 1))]:.1%}, largest {off[-1]:.1%} of {len(rows)} layouts"
     )
-    report("layouts", QUESTION, Rows(rows, {}), options, {}, notes)
+    name = "layouts_cpu_time" if options.cpu_time else "layouts"
+    report(name, QUESTION, Rows(rows, {}), options, {}, notes)
 
 
 if __name__ == "__main__":

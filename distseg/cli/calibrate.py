@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from distseg.cli.planned_training import memory_of_a_rank
+from distseg.cli.planned_training import EXCHANGE, exchange_time, memory_of_a_rank
 from distseg.comm.launch import memory_in_use, release_freed_memory, set_up
 from distseg.config.settings import RunConfig
 from distseg.planning import calibration
@@ -38,6 +38,7 @@ def calibrate(run: RunConfig, world, seconds: float) -> Machine:
     timings = calibration.message_timings(world)
     latency, link = calibration.latency_and_link(timings) if timings else (_LATENCY, _LINK)
     call = max(world.allgather(calibration.call_seconds(device)))
+    exchange = exchange_time(world, device, latency) if timings else EXCHANGE
     gc.collect()
     release_freed_memory()
     memory, ranks = memory_of_a_rank(world, device)
@@ -46,11 +47,12 @@ def calibrate(run: RunConfig, world, seconds: float) -> Machine:
         source += f"; {left_out} left out for lack of time"
     known = "measured" if timings else "guess"
     kinds = dict.fromkeys(("arithmetic", "traffic", "call", "memory", "base"), "measured")
-    kinds |= dict.fromkeys(("latency", "link"), known)
+    kinds |= dict.fromkeys(("latency", "link", "exchange"), known)
     kinds |= dict.fromkeys(("network", "ranks", "spread"), "guess")
     sources = dict.fromkeys(("arithmetic", "traffic", "call", "base"), source)
     sources |= dict.fromkeys(
-        ("latency", "link"), f"messages between {world.size} ranks" if timings else "one rank"
+        ("latency", "link", "exchange"),
+        f"messages between {world.size} ranks" if timings else "one rank",
     )
     sources |= {"network": "as link", "memory": "of the machine", "ranks": "of this run"}
     sources["spread"] = "distseg plan --machine here measures it for a network"
@@ -65,6 +67,7 @@ def calibrate(run: RunConfig, world, seconds: float) -> Machine:
         memory,
         float(max(world.allgather(memory_in_use(device)))),
         ranks,
+        exchange=exchange,
         precision=precisions[-1],
         rates=rates,
         timings=timings,

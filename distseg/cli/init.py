@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from distseg.cli.first_config import Choice, Computer, FirstConfig, TrainingData, first_config
+from distseg.cli.planned_training import EXCHANGE
 from distseg.comm.threads import choose_threads, own_limits
 from distseg.config.sizes import Size
 from distseg.config.units import si
@@ -128,6 +129,7 @@ def _core() -> Machine:
         memory=1.0,
         base=_BASE,
         ranks=1,
+        exchange=EXCHANGE,
     )
 
 

@@ -36,6 +36,8 @@ from distseg.training.programs import StepPrograms
 
 HERE = "here"
 _SHOWN = 10
+# Guessed numbers that are not changed to see whether another layout becomes the best.
+_LEFT_ALONE = ("memory", "ranks", "base", "spread", "forward")
 _STREAMED = 0.9  # share of a rank's memory for streaming, if no layout fits without it
 _LIMITS = "reading images is not counted, and no message overlaps with computation"
 
@@ -397,7 +399,7 @@ def sensitivity(
     """
     found, work = [], planner.work
     for name in planner.machine.guesses:
-        if name in ("memory", "ranks", "base", "spread"):
+        if name in _LEFT_ALONE or not getattr(planner.machine, name):
             continue
         for factor in (0.7, 1.3):
             changed, costs = planner.machine.changed(name, factor), work.costs

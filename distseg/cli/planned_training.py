@@ -13,15 +13,19 @@ from functools import partial
 import torch
 from torch import nn
 
+from distseg.cli.profile import own_seconds, watch
 from distseg.comm.alone import Alone
 from distseg.comm.collective import add
 from distseg.comm.launch import memory_in_use, peak_memory, release_freed_memory, set_up
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import (
     Config,
+    DataConfig,
     MeshConfig,
+    ModelConfig,
     PipelineConfig,
     SpatialConfig,
+    TrainConfig,
     output_weights,
 )
 from distseg.config.sizes import Size
@@ -50,6 +54,9 @@ _SECONDS = 2.0  # duration of a timed step
 _ENOUGH = 32e6
 # Gaps grow a little in later steps, and small tiles have more (benchmarks/layout_memory.py).
 _MARGIN, SLACK = 1.03, 32e6
+# The network of `exchange_time` has this many convolutions with a norm; its steps are repeated.
+_PAIRS, _REPEATS = 6, 10
+EXCHANGE = 3e-4  # seconds of an exchange (Machine.exchange), if a single rank measures
 SPREAD = 2.0  # bytes that a process takes for a byte of activations, if not measured
 
 
@@ -186,7 +193,7 @@ class PlannedTraining:
         sizes = self._timed_sizes()
         rows = []
         for size in sizes:
-            seconds, base, rise = self._timed(size, world, device)
+            seconds, share, base, rise = self._timed(size, world, device)
             costs = modelled(self.model, size, config.data.images, throughput, precision)
             rows.append((seconds, sum(costs.forward) + sum(costs.backward), 2 * len(costs.layers)))
         images = config.data.images
@@ -197,17 +204,24 @@ class PlannedTraining:
         # Images may be so small that calls take nearly all the time; some is left for the
         # arithmetic.
         call = min(max(1e-7, (small - factor * less) / calls), 0.9 * large / calls)
-        factor = (large - calls * call) / more
+        forward, backward = (
+            max(0.1 * seconds, seconds - calls / 2 * call) / sum(layers)
+            for seconds, layers in (
+                (share * large, costs.forward),
+                ((1 - share) * large, costs.backward),
+            )
+        )
         latency, link, known = _messages(world)
+        exchange = exchange_time(world, device, latency) if known else EXCHANGE
         source = f"steps on {' and '.join(map(str, sizes))}, {world.size} ranks at the same time"
         memory, ranks = memory_of_a_rank(world, device)
-        numbers = ("arithmetic", "traffic", "call", "memory", "base", "spread")
+        numbers = ("arithmetic", "traffic", "call", "memory", "base", "spread", "forward")
         measured = dict.fromkeys(numbers, "measured")
         guessed = "measured" if known else "guess"
         return Machine(
             "this machine",
-            throughput.flops_per_second / factor,
-            throughput.bytes_per_second / factor,
+            throughput.flops_per_second / backward,
+            throughput.bytes_per_second / backward,
             call,
             latency,
             link,
@@ -216,17 +230,21 @@ class PlannedTraining:
             base + SLACK,
             ranks,
             spread,
+            exchange,
+            forward / backward,
             precision,
             kinds=measured
-            | {"latency": guessed, "link": guessed, "network": "guess", "ranks": guessed},
-            sources=dict.fromkeys(("arithmetic", "traffic", "call", "base", "spread"), source)
+            | dict.fromkeys(("latency", "link", "ranks", "exchange"), guessed)
+            | {"network": "guess"},
+            sources=dict.fromkeys((n for n in numbers if n != "memory"), source)
             | dict.fromkeys(
                 ("latency", "link"), f"sums over {world.size} ranks" if known else "none"
             )
-            | {"network": "as link", "memory": "of the machine", "ranks": "of this run"},
+            | {"network": "as link", "memory": "of the machine", "ranks": "of this run"}
+            | {"exchange": f"small tiles on {world.size} ranks" if known else "none"},
         )
 
-    def _timed(self, size: Size, world, device: torch.device) -> tuple[float, int, int]:
+    def _timed(self, size: Size, world, device: torch.device) -> tuple[float, float, int, int]:
         """Time steps that each rank computes alone.
 
         Args:
@@ -235,8 +253,9 @@ class PlannedTraining:
             device: the device of this rank.
 
         Returns:
-            Three numbers, each the largest of all ranks: the seconds of a step; the bytes of the
-            process without the step, such as libraries; and the additional bytes in the step.
+            The seconds of a step; the share of them in the forward pass; the bytes that the process
+            takes besides the step, such as libraries; and the bytes that it takes more in the step.
+            Each is the largest of all ranks.
         """
         gc.collect()
         release_freed_memory()
@@ -244,11 +263,14 @@ class PlannedTraining:
         world.Barrier()
         layout = MeshLayout(1, Size((1,) * len(self.size)), 1, "all", 1, "auto", "never")
         engine, own = replace(self, size=size).step(layout, Alone(), device)
+        trace = watch(engine, Alone())
         seconds = fastest(partial(engine.backward, own), 3, device)
         # A process keeps freed memory (keep_freed_memory), so it still takes as much as before.
         peak = peak_memory(device)
         peak = peak if peak > earlier else memory_in_use(device)
-        return tuple(map(max, zip(*world.allgather((seconds, base, peak - base)))))
+        spent = own_seconds(trace.spans)
+        share = spent["forward"] / (spent["forward"] + spent["backward"])
+        return tuple(map(max, zip(*world.allgather((seconds, share, base, peak - base)))))
 
     def _spread(self, network: NetworkTensors, rise: int) -> float:
         """Return the number of bytes that a process takes for each byte of activations.
@@ -317,6 +339,41 @@ class PlannedTraining:
         precision, last = choose(config.train, device, comm)
         engine = Engine(config, mesh, copy.deepcopy(self.model), self.size, device, precision, last)
         return engine, own_pieces(engine, images)
+
+
+def exchange_time(world, device: torch.device, latency: float) -> float:
+    """Return the seconds that a rank computes for a small halo exchange or norm, one way.
+
+    A small network with as many exchanges as norms computes a step on tiles that exchange halos,
+    and one on images of the size of such a tile. The second step has the same convolutions, and the
+    same sum of gradients. The difference is divided among the exchanges and norms of both passes.
+
+    Args:
+        world: the communicator of the ranks, at least two, which all must call it together.
+        device: the device of this rank.
+        latency: seconds of a message, which are not counted.
+    """
+    layers = [
+        layer
+        for _ in range(_PAIRS)
+        for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4))
+    ]
+    config = Config(
+        model=ModelConfig(in_channels=4, out_channels=4),
+        data=DataConfig(images=1),
+        train=TrainConfig(precision="fp32"),
+    )
+    network, one = as_network(nn.Sequential(*layers)), Size((1, 1))
+
+    def seconds(samples: int, tiles: Size) -> float:
+        training = PlannedTraining(config, network, Size((8 * tiles[0], 8)))
+        layout = MeshLayout(samples, tiles, 1, "1", 1, "auto", "never")
+        engine, own = training.step(layout, world, device)
+        return max(world.allgather(fastest(partial(engine.backward, own), _REPEATS, device)))
+
+    more = seconds(1, Size((world.size, 1))) - seconds(world.size, one)
+    messages = 2 * math.ceil(math.log2(world.size)) + min(2, world.size - 1)
+    return max(1e-7, (more / _PAIRS / 2 - messages * latency) / 2)
 
 
 def memory_of_a_rank(world, device: torch.device) -> tuple[float, int]:

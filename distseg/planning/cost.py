@@ -135,7 +135,7 @@ def modelled(
         found.append(
             LayerCost(
                 name,
-                device.seconds(forward, kind),
+                device.forward * device.seconds(forward, kind),
                 device.seconds(backward, kind),
                 parameters,
                 output.nbytes,

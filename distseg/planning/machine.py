@@ -47,6 +47,10 @@ class Machine:
         ranks: number of ranks of a node.
         spread: bytes of memory that a process takes for each byte of activations. It is above 1,
             because kernels need scratch memory and freed blocks leave gaps.
+        exchange: seconds that a rank computes for a halo exchange or for the shared statistics of a
+            norm, forward or backward, however small the tensors. They are besides the messages.
+        forward: factor by which forward passes take longer than ``arithmetic`` and ``traffic`` say.
+            It depends on the network: poolings, for instance, are slow forward only.
         precision: the number type of ``arithmetic``, and of training with ``train.precision`` auto.
         rates: measured rates of operations; empty if there is only ``arithmetic``.
         timings: measured seconds of messages in a node; empty if there are only ``latency`` and
@@ -66,6 +70,8 @@ class Machine:
     base: float
     ranks: int
     spread: float = 1.0
+    exchange: float = 0.0
+    forward: float = 1.0
     precision: str = "fp32"
     rates: Rates = Rates()
     timings: tuple[Timing, ...] = ()
@@ -75,7 +81,7 @@ class Machine:
     @property
     def device(self) -> Device:
         """Throughput of one rank's device."""
-        return Device(self.name, self.arithmetic, self.traffic, self.rates)
+        return Device(self.name, self.arithmetic, self.traffic, self.rates, self.forward)
 
     @cached_property
     def _curves(self) -> dict[tuple[str, int], Curve]:
@@ -142,9 +148,11 @@ _UNITS = {
     "base": "B",
     "ranks": "ranks a node",
     "spread": "B/B",
+    "exchange": "s",
+    "forward": "s/s",
 }
 # Numbers that a profile may leave out; they then have the default of Machine.
-_OPTIONAL = ("spread",)
+_OPTIONAL = ("spread", "exchange", "forward")
 
 
 def profile_names() -> list[str]:
@@ -297,6 +305,7 @@ def as_profile(machine: Machine) -> str:
             "source": machine.sources.get(name, "not stated"),
         }
         for name in NUMBERS
+        if getattr(machine, name)
     }
     measured: tuple[Rate | Timing, ...] = (*machine.rates.rows, *machine.timings)
     for name, kinds in _TABLES.items():

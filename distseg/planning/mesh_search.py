@@ -5,7 +5,7 @@ in a micro-batch that the config sets. They differ in what a rank computes, in w
 how long it waits::
 
     seconds of a step =  micro-batches x (layers of a rank, with the cells computed twice)
-                       + halo messages + statistics of norms + bubble of the pipeline
+                       + halo exchange + statistics of norms + bubble of the pipeline
                        + sum of gradients + update of the weights
 
 :mod:`distseg.planning.cost` gives the times of the layers on the machine
@@ -17,7 +17,7 @@ out the reading of images, and assumes that communication never overlaps with co
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
@@ -33,6 +33,7 @@ from distseg.planning.mesh_layout import EXCHANGES, MeshLayout, Prediction, Work
 from distseg.planning.pass_times import Modelled, StagePasses
 from distseg.planning.pipeline_bounds import PipelineTimes
 from distseg.planning.rank_memory import RankMemory
+from distseg.planning.shared_images import exchange_seconds, norm_seconds
 from distseg.planning.stages import stage_seconds
 from distseg.planning.tile_grids import TileGrids, TileWork
 from distseg.runtime.partition import Partition
@@ -54,7 +55,7 @@ class _LayersOnTile:
     Attributes:
         tile: the work of the slowest tile.
         neighbours: number of ranks that send messages to one another at the same time.
-        norm: seconds of the message of one norm in one pass, forward or backward.
+        norm: seconds of the message of one norm in a forward or backward pass; 0 if none is sent.
     """
 
     tile: TileWork
@@ -423,24 +424,43 @@ class Planner:
         )
 
     def _find_seconds_on(self, layers: _LayersOnTile) -> Seconds:
-        """Return the seconds of each layer on the slowest tile, including its messages."""
-        besides, shares, costs = self._messages(layers), layers.tile.shares, self.work.costs
-        return Seconds(
-            [share * s + more for share, s, more in zip(shares, costs.forward, besides)],
-            [share * s + more for share, s, more in zip(shares, costs.backward, besides)],
-        )
+        """Return the seconds of the layers on the slowest tile, including the time of messages."""
+        alone, halos = self._alone(layers.tile), self._halos(layers)
+        each = list(zip(alone, halos, self._norms(layers)))
+        forward, backward = ([sum(part[way] for part in parts) for parts in each] for way in (0, 1))
+        return Seconds(forward, backward)
 
-    def _messages(self, layers: _LayersOnTile) -> list[float]:
-        """Return for each layer the seconds that one pass takes besides its computation.
-
-        This time is needed to call the layer, and to send halos and the statistics of norms.
-        """
+    def _alone(self, tile: TileWork) -> list[tuple[float, float]]:
+        """Return the seconds of each layer without exchanges, forward and backward."""
+        call, traffic = self.machine.call, self.machine.traffic
         return [
-            self.machine.call
-            + layers.norm * (number in self.work.norms)
-            + (self.machine.message(layers.neighbours, size, count) if count else 0.0)
-            for number, (size, count) in enumerate(layers.tile.halos)
+            (
+                share * layer.forward + call + there / traffic,
+                share * layer.backward + call + back / traffic,
+            )
+            for share, layer, (there, back) in zip(tile.shares, self.work.costs.layers, tile.copies)
         ]
+
+    def _halos(self, layers: _LayersOnTile) -> list[tuple[float, float]]:
+        """Return the seconds of the halo exchange before each layer, forward and backward."""
+        machine, found = self.machine, []
+        for (size, count), owned in zip(layers.tile.halos, layers.tile.owned):
+            if count:
+                message = machine.message(layers.neighbours, size, count)
+                there, back = exchange_seconds(machine, owned, size)
+                found.append((there + message, back + message))
+            else:
+                found.append((0.0, 0.0))
+        return found
+
+    def _norms(self, layers: _LayersOnTile) -> list[tuple[float, float]]:
+        """Return the seconds that each layer takes for shared statistics, forward and backward."""
+        found = [(0.0, 0.0)] * len(layers.tile.shares)
+        for number in self.work.norms if layers.norm else ():
+            size = layers.tile.shares[number] * self.work.bytes_of(number + 1)
+            there, back = norm_seconds(self.machine, size)
+            found[number] = there + layers.norm, back + layers.norm
+        return found
 
     def least_seconds(self, layout: MeshLayout) -> float:
         """Return a lower bound of the seconds that a step takes in a layout.
@@ -459,10 +479,10 @@ class Planner:
         that halo messages take no time.
         """
         share, layers = self.grids.least_share(layout.tiles), len(self.work.costs.layers)
-        if layout.exchange == "all":
-            share = self.grids.largest_window(layout.tiles) / math.prod(self.work.image)
         forward, backward, longest = self._totals
-        besides = layers * self.machine.call + len(self.work.norms) * self._norm_seconds(layout)
+        besides, norm = layers * self.machine.call, self._norm_seconds(layout)
+        if norm:
+            besides += len(self.work.norms) * (norm + self.machine.exchange)
         return self._least(
             layout,
             share * forward + besides,
@@ -562,17 +582,6 @@ class Planner:
     def _policy(self, layout: MeshLayout) -> Policy:
         return Policy(layout.micro_batches, layout.schedule, layout.recompute, self.work.copies)
 
-    def _layers(self, shares: Sequence[float]) -> float:
-        """Return the seconds that all layers take on a tile for a micro-batch, without messages.
-
-        Args:
-            shares: for each layer, the cells of the tile as a fraction of the whole feature map.
-        """
-        return sum(
-            share * (layer.forward + layer.backward) + 2 * self.machine.call
-            for layer, share in zip(self.work.costs.layers, shares)
-        )
-
     def predict(self, layout: MeshLayout) -> Prediction:
         """Return the predicted time and memory of a step in a layout.
 
@@ -664,21 +673,18 @@ class Planner:
         return stage_seconds(seconds, policy, 1)[0]
 
     def _predicted(self, layout: MeshLayout, found: _Stages) -> Prediction:
-        """Return the prediction for a layout with the stages ``found``."""
-        work, machine = self.work, self.machine
-        tile = self.grids.tile_work(layout.tiles, layout.exchange)
-        neighbours = layout.tiles.volume * layout.stages
+        """Return the prediction for a layout whose stages are known."""
+        on_tile = self._layers_on_tile(layout)
+        tile = on_tile.tile
         span, busiest = found.simulated
-        m, ideal = layout.micro_batches, (1 / layout.tiles.volume,) * len(tile.shares)
-        once = m * self._layers(ideal) / layout.stages
-        computed = m * self._layers(tile.shares) / layout.stages
-        halos = (
-            2
-            * m
-            / layout.stages
-            * sum(machine.message(neighbours, size, n) for size, n in tile.halos if n)
+        m, costs = layout.micro_batches, self.work.costs
+        passes = (sum(costs.forward) + sum(costs.backward)) / layout.tiles.volume
+        once = m * (passes + 2 * self.machine.call * len(costs.layers)) / layout.stages
+        computed = m * sum(map(sum, self._alone(tile))) / layout.stages
+        halos, norms = (
+            m / layout.stages * sum(map(sum, each))
+            for each in (self._halos(on_tile), self._norms(on_tile))
         )
-        norms = 2 * m / layout.stages * self._norm_seconds(layout) * len(work.norms)
         parts = {
             "computing": min(once, computed),
             "cells computed twice": max(0.0, computed - once),

@@ -33,12 +33,14 @@ class Device:
         flops_per_second: FLOP/s of convolutions.
         bytes_per_second: bytes/s of copies, bytes read and bytes written together.
         rates: rates by kind, number type and shape of a kernel; empty if not measured.
+        forward: factor on the seconds of forward passes.
     """
 
     name: str
     flops_per_second: float
     bytes_per_second: float
     rates: Rates = Rates()
+    forward: float = 1.0
 
     def seconds(self, work: Work, precision: str = "fp32") -> float:
         """Return the seconds that some work takes on this device.

@@ -25,13 +25,15 @@ from distseg.config.sizes import Size
 from distseg.planning.cluster import Cluster
 from distseg.planning.cost import DTYPES
 from distseg.planning.mesh_layout import MeshLayout, Work
+from distseg.planning.shared_images import exchange_seconds, norm_seconds
 from distseg.planning.shared_links import Task
+from distseg.planning.tile_grids import TileGrids
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.operations import Operation, Recompute, Recv, Send
 from distseg.runtime.schedule import orders, splits
 from distseg.runtime.stage_program import operations
 from distseg.tiling.layout import Layout
-from distseg.tiling.tile import split, tiles, window
+from distseg.tiling.tile import split
 
 COMPUTING, HALOS, NORMS, STAGES, SUM, UPDATE, READING = (
     "computing",
@@ -73,12 +75,8 @@ class Tiles:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Cells that each tile computes, as fractions of whole feature maps: (layers, tiles)."""
-        work, layers = self.work, len(self.work.costs.layers)
-        if self.exchange == "all":
-            owned = tiles(work.image, self.grid, work.reach.stride)
-            windows = [window(tile, work.image, work.reach).pixels for tile in owned]
-            return np.tile(np.array(windows) / math.prod(work.image), (layers, 1))
+        """Cells that each tile computes, as fractions of whole feature maps, (layers, tiles)."""
+        layers = len(self.work.costs.layers)
         cells = [max(1, math.prod(size)) for size in self._layout.sizes[1:]]
         return np.array(
             [
@@ -94,10 +92,29 @@ class Tiles:
             return {}
         return {number: list(self._messages(number)) for number in self._layout.points}
 
-    def _messages(self, number: int) -> Iterator[tuple[int, int, float]]:
-        """Yield (sending tile, receiving tile, bytes) of each halo message before a layer."""
+    @cached_property
+    def exchanged(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Bytes of the input of each layer that exchanges halos, (tiles,) and (tiles,).
+
+        The first array has the bytes that a tile has before the exchange, the second one the bytes
+        of its halo.
+        """
+        found = {}
+        for number in self.halos:
+            parts = [self._layout.part(number, place) for place in self._places]
+            had = [part.input.intersection(part.available).pixels for part in parts]
+            size, a_cell = [part.input.pixels for part in parts], self._bytes_of_cell(number)
+            found[number] = a_cell * np.array(had), a_cell * (np.array(size) - had)
+        return found
+
+    def _bytes_of_cell(self, number: int) -> float:
+        """Return the bytes of a cell of a layer's input, over all channels and images."""
         source = self.work.graph[number].first
-        a_cell = self.work.bytes_of(source) / max(1, math.prod(self._layout.sizes[source]))
+        return self.work.bytes_of(source) / max(1, math.prod(self._layout.sizes[source]))
+
+    def _messages(self, number: int) -> Iterator[tuple[int, int, float]]:
+        """Yield the halo messages before a layer: (sending tile, receiving tile, bytes)."""
+        a_cell = self._bytes_of_cell(number)
         spans = self._layout.spans(number)
         for place in self._places:
             for copy in copies_to(place, *spans):
@@ -161,6 +178,7 @@ class _Step:
     ):
         self.work, self.layout, self.cluster, self.bucket = work, layout, cluster, bucket
         self.tiles = Tiles(work, layout.tiles, layout.exchange)
+        self.copies = TileGrids(work).tile_work(layout.tiles, layout.exchange).copies
         self.partition = work.partitioner.cut(list(balance))
         self.tasks: list[Task] = []
         whole = layout.tiles.volume * layout.stages
@@ -287,7 +305,7 @@ class _Group:
         elif isinstance(op, (Forward, Recompute)):
             for number in self.step.partition.ranges[stage]:
                 self._messages(stage, number, back=False)
-                self._compute(stage, number, self.work.costs.layers[number].forward)
+                self._compute(stage, number, self.work.costs.layers[number].forward, back=False)
         elif isinstance(op, Backward):
             self._backward(stage, op)
         elif isinstance(op, Weight):
@@ -308,7 +326,7 @@ class _Group:
                     self.step.gradients[stage, part] += each
                 part, done = part + 1, 0.0
             self._messages(stage, number, back=True)
-            self._compute(stage, number, layer.backward - self._put_off(number))
+            self._compute(stage, number, layer.backward - self._put_off(number), back=True)
             done += layer.parameters * self.work.costs.weight_bytes
 
     def _put_off(self, number: int) -> float:
@@ -317,8 +335,19 @@ class _Group:
         own_pass = splits(self.layout.schedule) and self.layout.stages > 1 and layer.puts_off
         return layer.backward / 2 if own_pass else 0.0
 
-    def _compute(self, stage: int, number: int, seconds: float) -> None:
-        self._seconds[stage] += self.tiles.shares[number] * seconds + self.machine.call
+    def _compute(self, stage: int, number: int, seconds: float, back: bool) -> None:
+        """Add the seconds of one pass of a layer to those of all tiles.
+
+        All tiles copy as many bytes as the slowest one.
+
+        Args:
+            stage: the stage of the layer.
+            number: the index of the layer in the network.
+            seconds: the seconds of the pass on a whole image.
+            back: True for a backward pass.
+        """
+        copies = self.step.copies[number][back] / self.machine.traffic
+        self._seconds[stage] += self.tiles.shares[number] * seconds + self.machine.call + copies
 
     def _flush(self, stage: int) -> None:
         """Add one computing task for each tile of a stage, with the seconds summed up so far.
@@ -334,7 +363,7 @@ class _Group:
         self._seconds[stage][:] = 0.0
 
     def _messages(self, stage: int, number: int, back: bool) -> None:
-        """Add the tasks of a layer's halo messages and of its norm's statistics, on all tiles.
+        """Add the tasks of a layer's halo exchange and of its norm's statistics, on all tiles.
 
         Args:
             stage: the stage of the layer.
@@ -343,6 +372,8 @@ class _Group:
         """
         if messages := self.tiles.halos.get(number):
             self._flush(stage)
+            seconds = exchange_seconds(self.machine, *self.tiles.exchanged[number])
+            self._seconds[stage] += seconds[back]
             incoming: dict[int, list[int]] = defaultdict(list)
             if back:  # The gradients of halos go back to the senders.
                 messages = [(target, source, size) for source, target, size in messages]
@@ -363,11 +394,13 @@ class _Group:
             self._flush(stage)
             ranks = [self._rank(stage, tile) for tile in range(self.layout.tiles.volume)]
             after = tuple(dict.fromkeys(task for last in self._last[stage] for task in last))
-            seconds, sent = self.cluster.sum_cost(sharing, _STATISTICS)
+            took, sent = self.cluster.sum_cost(sharing, _STATISTICS)
             links = self.cluster.sum_links(ranks, sharing)
             joint = self.step.norm_groups > 1
-            added = self.step.add(Task(NORMS, after, seconds, sent, links, joint=joint))
+            added = self.step.add(Task(NORMS, after, took, sent, links, joint=joint))
             self._last[stage] = [(added,)] * len(ranks)
+            sizes = self.tiles.shares[number] * self.work.bytes_of(number + 1)
+            self._seconds[stage] += norm_seconds(self.machine, sizes)[back]
 
     def _send(self, stage: int, op: Send) -> None:
         """Add the messages that a send operation makes, one for each tile.

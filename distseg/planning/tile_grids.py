@@ -34,11 +34,17 @@ class TileWork:
             cells of the whole feature map.
         halos: for each layer, the bytes and the number of the halo messages that the tile receives
             before the layer's forward pass.
+        owned: for each layer before which halos are exchanged, the bytes of its input that the tile
+            has before the exchange; 0 for any other layer.
+        copies: for each layer, the bytes that its forward and its backward pass read and write to
+            copy parts of tensors (:class:`_Parts`).
         sizes: the sizes of the tile's tensors.
     """
 
     shares: tuple[float, ...]
     halos: tuple[tuple[float, int], ...]
+    owned: tuple[float, ...]
+    copies: tuple[tuple[float, float], ...]
     sizes: TileSizes
 
 
@@ -119,12 +125,14 @@ class TileGrids:
         work, layers = self.work, len(self.work.costs.layers)
         none = ((0.0, 0),) * layers
         if grid.volume == 1:
-            return TileWork((1.0,) * layers, none, self.whole_image)
+            nothing = ((0.0, 0.0),) * layers
+            return TileWork((1.0,) * layers, none, (0.0,) * layers, nothing, self.whole_image)
         tiles = [self._borders(dim, parts) for dim, parts in enumerate(grid)]
         beyond = frozenset().union(*(tile.reads_beyond for tile in tiles))
         points = self._exchange_points(beyond, exchange)
         shares, halos, stored, frames = [], list(none), [0.0], [0.0] * layers
         read, cut, between = [0.0] * layers, [False] * layers, []
+        owned, copies, parts = [0.0] * layers, [], _Parts(self.tensors)
         maps = list(zip(*(tile.maps for tile in tiles)))  # for each map, its cells along each dim
         whole = [max(1, math.prod(cells for cells, _ in along)) for along in maps]
         available: list[list[int]] = [[]]  # for each map, the cells that the tile holds
@@ -146,8 +154,17 @@ class TileGrids:
             )
             stored.append(made / after)
             cut[number] = made > computed
-            if not exchanged and (needed := math.prod(inputs)) < math.prod(held):
+            needed = math.prod(inputs)
+            if not exchanged and needed < math.prod(held):
                 read[number] = needed / before
+            first, last = work.bytes_of(source) / before, work.bytes_of(number + 1) / after
+            copies.append(
+                parts.copied(
+                    number,
+                    None if exchanged else (first * needed, first * math.prod(held)),
+                    (last * computed, last * made),
+                )
+            )
             between.append(
                 tuple(
                     0.0
@@ -158,8 +175,8 @@ class TileGrids:
             )
             if exchanged:
                 frames[number] = math.prod(_framed(dim, fuses) for dim in along) / before
-                arrive = math.prod(inputs) - math.prod(dim.had for dim in along)
-                size = self.work.bytes_of(source) / before * arrive
+                had = math.prod(dim.had for dim in along)
+                owned[number], size = first * had, first * (needed - had)
                 messages = math.prod(min(3, g) for g in grid) - 1
                 halos[number] = (size, messages)
                 sides = (messages + 1) // 2  # The other messages are those of corners.
@@ -170,13 +187,11 @@ class TileGrids:
             max(b - a for a, b in split(n, parts, stride))
             for n, parts, stride in zip(work.image, grid, work.reach.stride)
         )
-        owned = math.prod(lengths) / math.prod(work.image)
+        share = math.prod(lengths) / math.prod(work.image)
         sizes = TileSizes(
-            tuple(stored), tuple(frames), tuple(read), tuple(cut), tuple(between), owned, buffers
+            tuple(stored), tuple(frames), tuple(read), tuple(cut), tuple(between), share, buffers
         )
-        if exchange == "all":
-            shares = [self.largest_window(grid) / math.prod(work.image)] * layers
-        return TileWork(tuple(shares), tuple(halos), sizes)
+        return TileWork(tuple(shares), tuple(halos), tuple(owned), tuple(copies), sizes)
 
     def _find_exchange_points(self, beyond: frozenset[int], exchange: str) -> frozenset[int]:
         return frozenset(exchange_points(self.work.graph, beyond, exchange))
@@ -226,6 +241,48 @@ class TileGrids:
         ranges = split(n, parts, stride)
         a, b = ranges[_largest([0, *(b for _, b in ranges)])]
         return (b - a) // stride * stride / (n + stride)
+
+
+class _Parts:
+    """Tensors of a tile that are parts of larger tensors, and the copies that follow from them.
+
+    A layer may read a part of a tensor, or its result may be a part of what its kernel computes. A
+    convolution first copies such an input, forward and backward. In the backward pass, the gradient
+    of a part is extended with zeros to the whole tensor.
+
+    Args:
+        tensors: the tensors of the network.
+    """
+
+    def __init__(self, tensors: NetworkTensors):
+        self._layers = tensors.layers
+        self._parts: set[int] = set()  # tensors that are a part of a larger one
+
+    def copied(
+        self, number: int, read: tuple[float, float] | None, made: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Return the bytes that a layer's forward and backward pass read and write in copies.
+
+        It must be called for all layers in their order.
+
+        Args:
+            number: the index of the layer.
+            read: bytes of the layer's input, and of the tensor that it is a part of; None if the
+                layer gets a new tensor from a halo exchange.
+            made: bytes of the layer's result, and of all that its kernel computes.
+        """
+        layer, forward, backward = self._layers[number], 0.0, 0.0
+        if read is not None:
+            part, whole = read
+            if layer.convolves and (part < whole or layer.inputs[0] in self._parts):
+                forward, backward = 2 * part, 2 * part
+            if part < whole and layer.inputs[0]:
+                backward += whole + 2 * part
+        result, computed = made
+        if result < computed:
+            self._parts.add(layer.result)
+            backward += computed + 2 * result
+        return forward, backward
 
 
 def _stored(cells: TileCells, n: int, m: int, exchanged: bool) -> int:

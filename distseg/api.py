@@ -289,7 +289,8 @@ def distribute(
     )
     if mesh.world.rank == 0 and (text := emulation(precision, mesh.device)):
         warnings.warn(text, stacklevel=2)
-    returned = Outputs(channels, dims, engine.model.of_image)
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    returned = Outputs(channels, dims, engine.model.of_image, dtype)
     names = outputs and [str(name) for name in outputs]
     changes = ModuleChanges(module)
     return DistributedModel(network, engine, bands, returned, names, inputs, order, joined, changes)

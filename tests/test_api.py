@@ -843,10 +843,44 @@ def test_means_of_losses_of_pytorch(kind):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_a_sum_of_a_loss_of_pytorch_is_refused():
+class Changed(nn.CrossEntropyLoss):
+    """Loss of the mean, which is no mean of a loss of pixels."""
+
+    def forward(self, output, target):
+        return super().forward(output, target).exp()
+
+
+def test_other_reductions_and_changed_losses_of_pytorch_are_refused():
     model = distseg.distribute(network(), distseg.init_mesh())
     with pytest.raises(ValueError, match="MSELoss with reduction='sum'.*give MSELoss with"):
         model.backward(*images(0, 1), nn.MSELoss(reduction="sum"))
+    with pytest.raises(ValueError, match="the criterion is a Changed"):
+        model.backward(*images(0, 1), Changed())
+
+
+def test_losses_of_pytorch_in_float32():
+    """Class weights are float32, as the logits are; BCELoss takes probabilities."""
+    x, y = (one.float() if one.is_floating_point() else one for one in images(0, 1))
+    module = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Sigmoid())
+    model = distseg.distribute(copy.deepcopy(module), distseg.init_mesh(), tiles_per_rank=(1, 2))
+    for loss, target in (
+        (nn.CrossEntropyLoss(torch.tensor([1.0, 3.0, 0.5, 2.0])), y),
+        (nn.BCELoss(), F.one_hot(y.clamp(min=0), 4).movedim(-1, 1).float()),
+    ):
+        wanted = float(loss(module(x), target).detach())
+        assert abs(float(model.backward(x, target, loss)) / wanted - 1) < 1e-5
+
+
+@pytest.mark.parallel(2)
+def test_other_criteria_on_another_rank_are_refused(comm):
+    model = distseg.distribute(network(), distseg.init_mesh(tiles=(1, 2), comm=comm))
+    x, y = images(0, 1)
+    weight = torch.tensor([1.0, 3.0, 0.5, 2.0 + comm.rank], dtype=torch.float64)
+    with pytest.raises(ValueError, match="ranks give different criteria"):
+        model.backward(x, y, nn.CrossEntropyLoss(weight))
+    each = distseg.PixelLoss(partial(F.cross_entropy, weight=weight, reduction="none"))
+    with pytest.raises(ValueError, match="ranks give different criteria"):
+        each(model(model.shard(x)), model.shard(y))
 
 
 def test_a_criterion_is_tried_again_with_targets_of_another_dtype():

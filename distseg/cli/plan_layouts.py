@@ -141,7 +141,11 @@ def plan_layouts(
         "batch": work.batch,
         "machine": found.name,
         "precision": work.precision,
-        "notes": [*_about_precision(searches, work.precision), *notes_on(work, found)],
+        "notes": [
+            *_about_limit(training.config.streaming.memory),
+            *_about_precision(searches, work.precision),
+            *notes_on(work, found),
+        ],
         "limit": planner.limit,
         "fits": best[0].memory <= planner.limit,
         "steps": None if training.samples is None else max(1, training.samples // work.batch),
@@ -308,6 +312,20 @@ def _by_time(search: tuple[Planner, list[Prediction]]) -> tuple[bool, float]:
     return best[0].memory > planner.limit, best[0].seconds
 
 
+def _about_limit(memory: int | None) -> list[str]:
+    """Return a list with a line about ``streaming.memory``, which plans do not read, if it is set.
+
+    Args:
+        memory: the value of the setting; None if it is not set.
+    """
+    if memory is None:
+        return []
+    return [
+        f"streaming.memory is {memory / 1e9:.3g} GB, but it does not limit these layouts, which do "
+        "not stream tiles: --limit does"
+    ]
+
+
 def _about_precision(
     searches: Sequence[tuple[Planner, list[Prediction]]], chosen: str
 ) -> list[str]:
@@ -438,8 +456,7 @@ def text(found: dict, config_path: str) -> str:
     if not found["fits"]:
         lines += [
             f"no layout fits {found['limit'] / 1e9:.3g} GB a rank; the layouts above take the "
-            "least memory. Use more ranks, or stream tiles within a rank with --memory "
-            "(docs/streaming.md)",
+            "least memory. Use more ranks, or give a larger --limit",
             *_about_streaming(found["streamed"], best["seconds"]),
             "",
         ]
@@ -466,7 +483,9 @@ def text(found: dict, config_path: str) -> str:
         start = f"mpirun -n {found['ranks']} "
     else:
         start = ""
-    lines += [f"({_LIMITS})", "", f"next: {start}distseg train {config_path} {flags}".rstrip()]
+    lines.append(f"({_LIMITS})")
+    if found["fits"] or found["streamed"] and "refused" not in found["streamed"]:
+        lines += ["", f"next: {start}distseg train {config_path} {flags}".rstrip()]
     return "\n".join(lines)
 
 
@@ -481,7 +500,10 @@ def _about_streaming(streamed: dict | None, seconds: float) -> list[str]:
     if streamed is None:
         return []
     if "refused" in streamed:
-        return [f"streaming: not possible either: {streamed['refused']}"]
+        return [
+            f"streaming: not possible either, with {_STREAMED:.0%} of this limit as "
+            f"streaming.memory: {streamed['refused']}"
+        ]
     return [
         f"streaming: fits {streamed['memory'] / 1e9:.3g} GB a rank; a step takes "
         f"{duration(streamed['seconds'])}, {streamed['seconds'] / seconds:.2f} times as long as "

@@ -33,7 +33,7 @@ from distseg.data.sampler import sample_sizes
 from distseg.layers.graph import reach_for
 from distseg.layers.loss import Loss
 from distseg.layers.norm import active_norms, kind_of
-from distseg.models.bands import channels_of
+from distseg.models.bands import channels_of, dims_of
 from distseg.models.capture.capture import as_network
 from distseg.models.network import flat_layers, of_image
 from distseg.planning.cost import modelled
@@ -45,6 +45,7 @@ from distseg.planning.roofline import CORE, fastest, this_cpu
 from distseg.planning.stage_memory import memory_of_image
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose
+from distseg.tiling.tile import check_dims
 from distseg.tiling.tile_batch import TileBatch
 from distseg.training.engine import Engine
 from distseg.training.verify import RandomImages, own_pieces, prepare
@@ -95,6 +96,7 @@ class PlannedTraining:
         if prepared.store is not None:
             samples = config.data.epoch_samples or len(prepared.store.split("train"))
             sizes = list(sample_sizes(prepared.store, config.data, prepared.context).values())
+        check_dims(prepared.size, dims_of(prepared.model))
         largest, network = Size(max(sizes, key=math.prod)), as_network(prepared.model)
         return cls(prepared.config, network, largest, sizes, samples)
 

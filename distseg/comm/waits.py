@@ -91,7 +91,8 @@ class Waits:
                 if self.timeout and now > start + self.timeout and not watched():
                     raise TimeoutError(
                         f"{what} did not come within {self.timeout:g} s: another rank hangs or is "
-                        "very late; if that rank was only busy, set run.timeout higher"
+                        "very late; if that rank was only busy, set run.timeout higher (in Python: "
+                        "timeout of distseg.distribute)"
                     )
                 if now > patience:
                     if not reported:

@@ -23,11 +23,13 @@ class Outputs(NamedTuple):
         dims: number of spatial dims of the images.
         whole: True if the network returns one vector for each image, False if it returns values for
             each pixel.
+        dtype: the dtype in which losses are computed, float32 or float64.
     """
 
     channels: int
     dims: int
     whole: bool = False
+    dtype: torch.dtype = torch.float64
 
 
 class Criterion:

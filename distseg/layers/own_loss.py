@@ -8,6 +8,7 @@ kinds.
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distseg.config.settings import LossConfig
-from distseg.layers.criterion import Criterion, OfOutputs, Outputs, sum_tensors
+from distseg.layers.criterion import Criterion, OfOutputs, Outputs, WeightedSum, sum_tensors
 from distseg.layers.loss import Loss
 
 _SIDES = 13, 17, 6  # size of the maps with which a user's function is tried, along each dim
@@ -88,7 +89,15 @@ class PixelLoss(Criterion):
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         valid = self._valid(target)
-        each = self._each(logits, _filled(target, valid))
+        try:
+            each = self._each(logits, _filled(target, valid))
+        except IndexError as e:  # cross-entropy with a label that is no class
+            raise ValueError(
+                f"the loss fails with {type(e).__name__}: {str(e).rstrip('.')}. The labels of this "
+                f"rank's tile are from {int(target[valid].min())} to {int(target[valid].max())}, "
+                f"and the network has {logits.shape[1]} classes: correct the labels, or mark "
+                f"pixels as invalid by the label {self.ignore_index}"
+            ) from e
         total = each.where(self._mask(valid, each.shape), 0).flatten(1).sum(1)
         return torch.stack((total, self.counts(target)[:, 1].to(total)), 1)
 
@@ -120,6 +129,8 @@ class PixelLoss(Criterion):
                 "as -100"
             )
         logits, sample = _example(outputs, target)
+        if isinstance(self.function, nn.BCELoss):
+            logits = logits.sigmoid()  # It takes probabilities.
         sample = _filled(sample, self._valid(sample))
         found = self._called(logits, sample)
         multiple = sample.dim() == dims + 2
@@ -198,8 +209,9 @@ class PixelLoss(Criterion):
 
     @staticmethod
     def _compare(again: Tensor, found: Tensor, why: str, what: str = "function") -> None:
+        rtol, atol = (1e-9, 1e-12) if found.dtype == torch.float64 else (1e-4, 1e-6)
         if again.shape != found.shape or not torch.allclose(
-            again, found, rtol=1e-9, atol=1e-12, equal_nan=True
+            again, found, rtol=rtol, atol=atol, equal_nan=True
         ):
             raise ValueError(
                 f"the {what} of PixelLoss must be a function of one pixel, but it {why}, so it "
@@ -299,7 +311,8 @@ class SumLoss(Criterion):
 
     @staticmethod
     def _compare(again: Tensor, found: Tensor, of: str) -> None:
-        if not torch.allclose(again, found, rtol=1e-9, atol=1e-9):
+        near = 1e-9 if found.dtype == torch.float64 else 1e-3
+        if not torch.allclose(again, found, rtol=near, atol=near):
             raise ValueError(
                 "the function of SumLoss must return sums over the pixels of each image, but its "
                 f"results {of}: let it return sums, and take quotients and means in the function "
@@ -344,7 +357,7 @@ def criterion_of(
         given = LossConfig(name=given, ignore_index=ignore_index)
     if isinstance(given, LossConfig):
         return Loss(given, channels)
-    if isinstance(given, _MEANS):
+    if type(given) in _MEANS:  # A subclass may compute something else from the mean.
         return _mean_of(given)
     if not isinstance(given, Criterion):
         raise ValueError(
@@ -377,6 +390,37 @@ def _mean_of(loss: nn.Module) -> PixelLoss:
     return PixelLoss(values)
 
 
+def mark_of(given) -> str:
+    """Return a text that tells apart losses that compute different values.
+
+    Ranks compare it, because they must all compute the same loss. Functions are told apart by
+    their name and by arguments that :func:`functools.partial` has bound.
+
+    Args:
+        given: a loss in any form that :func:`criterion_of` takes.
+    """
+    if isinstance(given, Mapping):
+        return str({str(name): mark_of(one) for name, one in given.items()})
+    if isinstance(given, WeightedSum):
+        return str([(weight, mark_of(part)) for weight, part in given.parts])
+    if isinstance(given, (PixelLoss, SumLoss)):
+        ignored = getattr(given, "ignore_index", None)
+        return f"{type(given).__name__} {ignored} {mark_of(given.function)}"
+    if isinstance(given, nn.Module):
+        plain = {k: v for k, v in vars(given).items() if isinstance(v, (str, int, float))}
+        state = {name: mark_of(tensor) for name, tensor in given.state_dict().items()}
+        return f"{type(given).__name__} {plain} {state}"
+    if isinstance(given, Tensor):
+        values = given.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{tuple(given.shape)} {zlib.crc32(values.numpy().tobytes())}"
+    if isinstance(given, partial):
+        bound = {name: mark_of(value) for name, value in given.keywords.items()}
+        return f"{mark_of(given.func)} {[mark_of(one) for one in given.args]} {bound}"
+    if callable(given):
+        return getattr(given, "__qualname__", type(given).__name__)
+    return str(given)
+
+
 def _filled(target: Tensor, valid: Tensor) -> Tensor:
     """Return ``target`` with all invalid entries, where ``valid`` is False, replaced by 0."""
     return target.where(valid, torch.zeros((), dtype=target.dtype, device=target.device))
@@ -390,15 +434,15 @@ def _example(outputs: Outputs, target: Tensor) -> tuple[Tensor, Tensor]:
         target: a target, from whose values the new ones are drawn at random.
 
     Returns:
-        The logits, (2, channels, *size) float64, and the targets, (2, *size) or (2, C', *size).
+        The logits, (2, channels, *size), and the targets, (2, *size) or (2, C', *size).
     """
-    channels, dims, whole = outputs
+    channels, dims, whole, dtype = outputs
     generator, size = torch.Generator().manual_seed(0), (1,) * dims if whole else _SIDES[:dims]
     values = target.detach().cpu().flatten()
     shape = (2, *target.shape[1:-dims], *size)
     drawn = torch.randint(len(values), shape, generator=generator)
     logits = torch.randn(2, channels, *size, generator=generator, dtype=torch.float64)
-    return logits, values[drawn]
+    return logits.to(dtype), values[drawn]
 
 
 def _values_of(

@@ -22,7 +22,7 @@ from distseg.data.sampler import Rows
 from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.layers.criterion import Criterion, Outputs, sum_tensors
-from distseg.layers.own_loss import criterion_of
+from distseg.layers.own_loss import criterion_of, mark_of
 from distseg.models.network import check_calls, check_size, user_name, user_names
 from distseg.tiling.tile import Box, TilePlacement, check_grid, owned_tiles
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images, on_tile
@@ -125,6 +125,7 @@ class DistributedModel(nn.Module):
         self._bands, self._outputs, self._dims = bands, returned, returned.dims
         self._trained = set(engine.parameters)
         self._criteria: dict[object, tuple[object, Criterion, object]] = {}
+        self._marks: dict[Criterion, str] = {}  # by criterion, to compare them over ranks
         self._unused: dict[tuple, list[int]] = {}  # by criterion: parameters without a gradient
         self._checked: set[tuple] = set()
         self._used: tuple | None = None  # the criterion and the number of images of this step
@@ -408,7 +409,7 @@ class DistributedModel(nn.Module):
             targets = self._targets(target, images)
             chosen = self._criterion(criterion, targets)
             self._check(images)
-        self._check_groups(images)
+        self._check_groups(images, self._marks[chosen])
         count = self.engine.config.train.accumulate
         if len(images) % count:  # all ranks have the same number of images
             raise JointFailure(
@@ -516,8 +517,10 @@ class DistributedModel(nn.Module):
         made.check(self._outputs, example)
         # The user's object is kept, so that no other one gets its id.
         self._criteria[key] = given, made, form
+        self._marks[made] = mark_of(given)
         if len(self._criteria) > _MOST_CRITERIA:
             _, old, _ = self._criteria.pop(next(iter(self._criteria)))
+            del self._marks[old]
             for used in [used for used in self._unused if used[0] is old]:
                 del self._unused[used]
         return made
@@ -558,18 +561,24 @@ class DistributedModel(nn.Module):
             check_grid(size, fine, self.engine.reading.stride)
             self._checked.add(key)
 
-    def _check_groups(self, images: Arrays | Stacked) -> None:
-        """Check that all ranks of a sample group give the same images.
+    def _check_groups(self, images: Arrays | Stacked, mark: str = "") -> None:
+        """Check that all ranks of a sample group give the same images, and all ranks one criterion.
 
         All groups must give the same number of images. All ranks must call this method together.
         Only the numbers and sizes of images are compared.
 
+        Args:
+            images: the images that this rank got.
+            mark: the result of :func:`distseg.layers.own_loss.mark_of` for the criterion.
+
         Raises:
-            JointFailure: numbers or sizes differ. It is raised on all ranks.
+            JointFailure: numbers, sizes or criteria differ. It is raised on all ranks.
         """
         mine = [tuple(images.size(number)) for number in range(len(images))]
         groups: dict[int, list[tuple[int, ...]]] = {}
-        for sample, sizes in self.mesh.world.allgather((self.mesh.sample, mine)):
+        every = self.mesh.world.allgather((self.mesh.sample, mine, mark))
+        self._check_marks([one for _, _, one in every])
+        for sample, sizes, _ in every:
             if sizes != (first := groups.setdefault(sample, sizes)):
                 raise JointFailure(
                     f"ranks of a sample group give different images, {len(first)} of "
@@ -582,6 +591,19 @@ class DistributedModel(nn.Module):
                 f"sample groups give {min(counts)} to {max(counts)} images in one step: give "
                 "the same number in each group (drop the last batch of an epoch, or fill it up)"
             )
+
+    def _check_marks(self, marks: Sequence[str]) -> None:
+        """Raise a JointFailure if the ranks have different criteria.
+
+        Args:
+            marks: for each rank, the mark of its criterion.
+        """
+        for rank, mark in enumerate(marks):
+            if mark != marks[0]:
+                raise JointFailure(
+                    f"ranks give different criteria, {marks[0]!r} on rank 0 and {mark!r} on rank "
+                    f"{rank}: make the same criterion on all ranks"
+                )
 
     def _tile_batches(
         self, images: Arrays | Stacked, targets, chosen: Sequence[int], first: int, rows: list[int]
@@ -874,6 +896,7 @@ class DistributedModel(nn.Module):
             targets = self._targets(target.given, images)
             chosen = self._criterion(criterion, targets)
             labels = self._labels(targets, list(range(len(images))), chosen, place.tile)
+        self._check_marks(self.mesh.world.allgather(self._marks[chosen]))
         self._used = chosen, len(images)
         partial = chosen.rows(_Seen.apply(output, seen), upload(labels, output.device))
         return _LossOfAllTiles.apply(partial, self, chosen, rows)

@@ -6,6 +6,22 @@ combination. The public names below are imported when they are first used, so th
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for type checkers, which do not follow __getattr__
+    from distseg.api import DistributedModel, PixelLoss, SumLoss, distribute, init_mesh
+    from distseg.comm.mesh import Mesh
+    from distseg.config.settings import Config
+    from distseg.data.store.store import Store
+    from distseg.layers.graph import receptive_field
+    from distseg.models.capture.capture import capture
+    from distseg.models.layers import Cat, Sum, padded
+    from distseg.models.network import Network
+    from distseg.models.unet import unet
+    from distseg.models.zoo import build_model
+    from distseg.runtime.swap_layers import parallelize
+    from distseg.training.checkpoint.models import restore, save
+    from distseg.training.run_config import load
 
 __version__ = "0.1.0"
 

@@ -5,6 +5,8 @@ import graphlib
 import re
 from pathlib import Path
 
+import distseg
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "distseg"
 
@@ -106,3 +108,11 @@ def test_below_training_functions_take_the_settings_that_they_need():
         if argument.annotation and whole & set(re.findall(r"\w+", ast.unparse(argument.annotation)))
     ]
     assert not takes
+
+
+def test_type_checkers_see_all_public_names():
+    """They read the imports under TYPE_CHECKING; the program takes the names from the table."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    assert seen == distseg._HOME

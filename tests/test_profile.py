@@ -30,6 +30,7 @@ from distseg.runtime.schedule import orders
 from distseg.runtime.spans import Span, Trace, TracedComm
 from distseg.tiling.tile import Box, TilePlacement
 from distseg.training.engine import Engine
+from distseg.training.verify import prepare
 
 CONFIG = Config(
     model=ModelConfig(depth=2, num_convs=1, base_channels=4, norm="instance", out_channels=2),
@@ -49,9 +50,8 @@ MESHES = {  # by ranks, with the kinds of work that each rank must show
 def test_files_and_table(comm, shared_path):
     mesh, kinds = MESHES[comm.size]
     found = profile(
-        replace(CONFIG, mesh=mesh),
+        prepare(replace(CONFIG, mesh=mesh), Size("64x96")),
         comm,
-        Size("64x96"),
         steps=2,
         output=str(shared_path / "profile"),
     )
@@ -100,7 +100,7 @@ def test_waits_for_borders_are_seen_and_weight_gradients_that_fill_them_are_work
         mesh=MeshConfig(tiles="1x2", reducer=TRANSPORT),
         spatial=SpatialConfig(exchange_every=1),
     )
-    found = profile(settings, comm, Size("64x96"), steps=2, output=str(tmp_path))
+    found = profile(prepare(settings, Size("64x96")), comm, steps=2, output=str(tmp_path))
     if found:
         names = {(s.kind, s.name) for s in found.spans}
         assert ("weight", "put off") in names
@@ -115,7 +115,7 @@ def test_waits_for_borders_are_seen_and_weight_gradients_that_fill_them_are_work
 def test_gradients_of_weights_are_seen_by_micro_batch(comm, tmp_path):
     """At their action, or before it in waits: either way under its name."""
     settings = replace(CONFIG, mesh=MeshConfig(stages=2), pipeline=PipelineConfig(schedule="zb-h1"))
-    found = profile(settings, comm, Size("64x96"), steps=2, output=str(tmp_path))
+    found = profile(prepare(settings, Size("64x96")), comm, steps=2, output=str(tmp_path))
     if found:
         assert found.title.endswith(", zb-h1, linear")
         for stage in range(2):
@@ -236,7 +236,7 @@ def test_tiles_streaming_show_what_they_read_compute_and_store(comm, tmp_path):
         model=ModelConfig(depth=2, num_convs=1, base_channels=4), mesh=MeshConfig(tiles=Size("1x2")),
         streaming=StreamingConfig(tiles=Size("2x2")), train=TrainConfig(precision="fp32"),
     )  # fmt: skip
-    result = profile(found, comm, Size("64x96"), 2, str(tmp_path / "p"))
+    result = profile(prepare(found, Size("64x96")), comm, 2, str(tmp_path / "p"))
     if comm.rank == 0:
         for row in result.rows():
             assert all(

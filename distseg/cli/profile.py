@@ -19,8 +19,6 @@ import torch
 from distseg.comm.launch import raise_jointly, set_up
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.comm.reducer import Reducer
-from distseg.config.settings import Config
-from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.planning.pass_times import Modelled, Passes, StagePasses, costs_of, of_tiles
 from distseg.planning.timeline import ACTION, plot_timeline, write_trace
@@ -30,7 +28,7 @@ from distseg.runtime.simulator import Simulation
 from distseg.runtime.spans import Span, Trace, TracedComm
 from distseg.tiling.tile_batch import TileBatch
 from distseg.training.engine import Engine
-from distseg.training.verify import own_pieces, prepare
+from distseg.training.verify import Prepared, own_pieces
 
 COMPUTING = ("forward", "backward", "weight", "recompute")
 _COMPARED = (
@@ -212,24 +210,22 @@ def row_names(shape: MeshShape) -> list[str]:
     ]
 
 
-def profile(
-    config: Config, world, image: Size | None = None, steps: int = 3, output: str = "profile"
-) -> Profile | None:
+def profile(prepared: Prepared, world, steps: int = 3, output: str = "profile") -> Profile | None:
     """Run ``steps`` optimizer steps and profile the last one.
 
     All ranks must call it together. Rank 0 writes ``timeline.png`` and ``trace.json``.
 
     Args:
-        config: the settings of the training.
+        prepared: the settings, the model and the images of the training; the images are those of
+            the first step.
         world: the communicator of all ranks.
-        image: the size of random images; by default the images are those of the first step on
-            ``data.store``.
         steps: the number of steps. The steps before the last one warm up.
         output: the folder for both files.
 
     Returns:
         The profile on rank 0, None on the others.
     """
+    config = prepared.config
     device = set_up(world, config.run.device, config.run.threads).device
     with raise_jointly(world):
         if steps < 1:
@@ -239,9 +235,7 @@ def profile(
                 "pipeline.placement is devices, but torchgpipe's threads cannot be watched: set "
                 "pipeline.placement to linear or v-shaped, where each stage is held by a rank"
             )
-        prepared = prepare(config, image)
-        config, images = prepared.config, prepared.images()
-        model = as_network(prepared.model)
+        images, model = prepared.images(), as_network(prepared.model)
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
     precision, channels_last = choose(config.train, device, world)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)

@@ -41,9 +41,13 @@ def run(arguments: list[str]) -> int:
     with job(settle) as (config, flags, comm):
         from distseg.cli.plan_layouts import with_best_layout
         from distseg.cli.profile import profile
+        from distseg.comm.launch import raise_jointly
+        from distseg.training.verify import prepare
 
         config = with_best_layout(config, comm, flags["image"])
-        found = profile(config, comm, flags["image"], flags["steps"], flags["output"])
+        with raise_jointly(comm):
+            prepared = prepare(config, flags["image"])
+        found = profile(prepared, comm, flags["steps"], flags["output"])
         if found is not None:
             print(
                 f"{found.text()}\n\n{flags['output']}/timeline.png, {flags['output']}/trace.json",

@@ -28,6 +28,7 @@ from distseg.config.settings import (
     Config,
     DataConfig,
     LossConfig,
+    MeshConfig,
     PipelineConfig,
     SpatialConfig,
     StreamingConfig,
@@ -280,7 +281,11 @@ EXAMPLES = (
     Example(
         "DS234",
         lambda: check_auto(
-            StreamingConfig(), ApproximateConfig(), PipelineConfig(balance=[3, 4]), SpatialConfig()
+            MeshConfig(layout="auto"),
+            StreamingConfig(),
+            ApproximateConfig(),
+            PipelineConfig(balance=[3, 4]),
+            SpatialConfig(),
         ),
         "`mesh.layout: auto`, `pipeline.balance: [3, 4]`",
     ),

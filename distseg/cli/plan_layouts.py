@@ -192,7 +192,9 @@ def with_best_layout(
     if config.mesh.layout == "given":
         return config
     with raise_jointly(world):
-        check_auto(config.streaming, config.approximate, config.pipeline, config.spatial)
+        check_auto(
+            config.mesh, config.streaming, config.approximate, config.pipeline, config.spatial
+        )
         training = PlannedTraining.of(config, image)
         found = None
         if not is_flat(training.model):

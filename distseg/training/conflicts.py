@@ -25,6 +25,7 @@ from distseg.config.settings import (
     DataBase,
     LossConfig,
     MeshBase,
+    MeshConfig,
     ModelBase,
     PipelineConfig,
     SpatialConfig,
@@ -332,6 +333,7 @@ def norms_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def check_auto(
+    mesh: MeshConfig,
     streaming: StreamingConfig,
     approximate: ApproximateConfig,
     pipeline: PipelineConfig,
@@ -340,7 +342,8 @@ def check_auto(
     """Refuse settings that ``mesh.layout: auto`` would ignore when it chooses a layout.
 
     Args:
-        streaming, approximate, pipeline, spatial: the sections that may have such settings.
+        mesh, streaming, approximate, pipeline, spatial: the sections that may have such settings.
+            ``mesh.samples`` is not one of them: it says how many images a step has.
 
     Raises:
         SettingError: there is such a setting. The message names it.
@@ -354,6 +357,10 @@ def check_auto(
         taken = f"pipeline.placement is {pipeline.placement}"
     elif pipeline.balance is not None:
         taken = f"pipeline.balance is {pipeline.balance}"
+    elif mesh.tiles.volume > 1:
+        taken = f"mesh.tiles is {mesh.tiles}"
+    elif mesh.stages > 1:
+        taken = f"mesh.stages is {mesh.stages}"
     elif spatial.tiles_per_rank.volume > 1:
         taken = f"spatial.tiles_per_rank is {spatial.tiles_per_rank}"
     if taken:

@@ -40,7 +40,7 @@ from distseg.training.patchgd.filling import Filler, PatchPredictor
 from distseg.training.patchgd.heat import heat_of, picture
 from distseg.training.patchgd.network import PatchNetwork
 from distseg.training.run_config import load
-from distseg.training.verify import verify
+from distseg.training.verify import prepare, verify
 
 NAMES = ["residual", "flat", "gridded", "largest", "mixed", "normed", "levels", "pooled"]
 
@@ -110,7 +110,7 @@ def test_plain_modules_verify_and_profile_on_random_images_and_a_store(comm, nam
         (plan, Size("40x52")),
         (replace(plan, data=replace(plan.data, store=str(path))), None),
     ):
-        found = profile(images, comm, size, steps=1, output=str(shared_path / "profile"))
+        found = profile(prepare(images, size), comm, steps=1, output=str(shared_path / "profile"))
         assert comm.rank or found.seconds > 0
         report = verify(images, comm, size)
         assert comm.bcast(report and report["max_error"]) <= TOLERANCE

@@ -117,11 +117,17 @@ def test_latency_is_that_of_the_smallest_message_and_not_in_the_link():
 def filled():
     timings = (Timing("sum", 4, 8, 1e-5), Timing("message", 4, 8, 1e-5))
     return replace(
-        load_machine("a100"), rates=Rates(tuple(TABLE)), timings=timings, precision="bf16"
+        load_machine("a100"),
+        spread=1.5,
+        exchange=2e-4,
+        forward=1.25,
+        rates=Rates(tuple(TABLE)),
+        timings=timings,
+        precision="bf16",
     )
 
 
-def test_a_profile_keeps_its_tables(tmp_path):
+def test_a_profile_keeps_its_numbers_and_tables(tmp_path):
     (tmp_path / "p.yaml").write_text(as_profile(filled()))
     assert load_machine(str(tmp_path / "p.yaml")) == filled()
 

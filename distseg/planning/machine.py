@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -205,7 +206,7 @@ def load_machine(name: str) -> Machine:
             f"profile {path} has the precision {precision!r}: give {', '.join(PRECISIONS)}, the "
             "number type of arithmetic"
         )
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     sources: dict[str, str] = {}
     rows: list[Rate | Timing] = []
@@ -238,16 +239,7 @@ def load_machine(name: str) -> Machine:
         values[key], kinds[key], sources[key] = value, entry["kind"], str(entry["source"])
     return Machine(
         name=str(given["name"]),
-        arithmetic=values["arithmetic"],
-        traffic=values["traffic"],
-        call=values["call"],
-        latency=values["latency"],
-        link=values["link"],
-        network=values["network"],
-        memory=values["memory"],
-        base=values["base"],
-        ranks=max(1, int(values["ranks"])),
-        spread=values.get("spread", Machine.spread),
+        **(values | {"ranks": max(1, int(values["ranks"]))}),
         precision=precision,
         rates=Rates(tuple(row for row in rows if isinstance(row, Rate))),
         timings=tuple(row for row in rows if isinstance(row, Timing)),

@@ -65,7 +65,8 @@ def simulated(planner: Planner, layout: MeshLayout, effect: Effect) -> Simulated
     numbers = dict(switch=NODES_OF_A_SWITCH) | effect.cluster
     cluster = Cluster(planner.machine, layout.ranks, **numbers)
     balance = (len(planner.work.costs.layers),)
-    return simulate_step(planner.work, layout, balance, cluster, effect.noise, effect.bucket)
+    step = planner.work, planner.grids, layout, balance
+    return simulate_step(*step, cluster, effect.noise, effect.bucket)
 
 
 def rows_of(

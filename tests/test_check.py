@@ -63,7 +63,7 @@ def test_the_defaults_are_not_refused():
 
 @pytest.mark.parametrize("section", SHARED)
 def test_a_setting_of_patchgd_is_one_of_exact_training_too(section):
-    """What both kinds of training share is declared once, if need be in a base class of both."""
+    """Settings that both kinds of training share are declared once, in a base class if need be."""
     patches, exact = (kind.__dataclass_fields__[section].default_factory for kind in KINDS)
     shared = patches if patches.__base__ is object else patches.__base__
     assert issubclass(exact, shared)

@@ -24,7 +24,7 @@ def plan_of(batch=4, **numbers) -> Planner:
 def simulated(plan, one, noise=None, bucket=None, **cluster):
     balance = plan.predict(one).balance
     found = Cluster(plan.machine, one.ranks, **cluster)
-    return simulate_step(plan.work, one, balance, found, noise, bucket)
+    return simulate_step(plan.work, plan.grids, one, balance, found, noise, bucket)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,11 @@ def test_copies_of_sample_groups_stand_for_all_ranks():
     plan = plan_of(batch=12)
     one = layout(samples=12, tiles="2x2", m=1)
     balance = plan.predict(one).balance
-    few = step_tasks(plan.work, one, balance, Cluster(plan.machine, 48))
+    few = step_tasks(plan.work, plan.grids, one, balance, Cluster(plan.machine, 48))
     assert (few.simulated, few.copies) == (12, 4)
-    whole = step_tasks(plan.work, one, balance, Cluster(replace(plan.machine, ranks=48), 48))
+    whole = step_tasks(
+        plan.work, plan.grids, one, balance, Cluster(replace(plan.machine, ranks=48), 48)
+    )
     assert (whole.simulated, whole.copies) == (48, 1)
 
 
@@ -168,7 +170,7 @@ def test_what_cannot_be_simulated_is_refused():
     plan = plan_of(batch=2)
     one = layout(samples=2, m=1)
     with pytest.raises(ValueError, match="the layout has 2 ranks, but the cluster has 3"):
-        step_tasks(plan.work, one, plan.predict(one).balance, Cluster(plan.machine, 3))
+        step_tasks(plan.work, plan.grids, one, plan.predict(one).balance, Cluster(plan.machine, 3))
     with pytest.raises(ValueError, match="sums is 'star': give one of halving, ring, tree"):
         Cluster(machine(), 2, sums="star")
     with pytest.raises(ValueError, match="stragglers 2.0"):

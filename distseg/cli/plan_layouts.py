@@ -167,7 +167,7 @@ def simulated(planner: Planner, found: Prediction) -> dict:
     ranks.
     """
     cluster = Cluster(planner.machine, found.layout.ranks)
-    step = simulate_step(planner.work, found.layout, found.balance, cluster)
+    step = simulate_step(planner.work, planner.grids, found.layout, found.balance, cluster)
     return {"seconds": step.seconds, "parts": step.parts, "ranks": step.simulated}
 
 

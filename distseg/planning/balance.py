@@ -13,6 +13,7 @@ This module also has other splits, for comparison.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -114,10 +115,8 @@ def split_within(
     found = fastest or _fastest_allowed(seconds, stages, None)
     if bytes_of is None:
         return found
-    layers = seconds.shape[-1] - 1
-    if least is None:
-        least = np.zeros((stages, layers + 1, layers + 1))
-    fits = least <= limit
+    side = seconds.shape[-1]
+    fits = np.ones((stages, side, side), dtype=bool) if least is None else least <= limit
     while found is not None:
         parts = [(stage, a, a + n) for stage, (a, n) in enumerate(zip(starts_of(found), found))]
         if all(fits[part] for part in parts):
@@ -125,15 +124,14 @@ def split_within(
             if not full:
                 break
             for stage, first, last in full:
-                of_part = partial(bytes_of, stage)
-                a, b = _smallest_above(of_part, first, last, limit, least[stage])
+                a, b = _smallest_above(partial(bytes_of, stage), first, last, limit)
                 fits[stage, : a + 1, b:] = False
         found = _fastest_allowed(seconds, stages, fits)
     return found
 
 
 def _smallest_above(
-    bytes_of: Callable[[int, int], float], a: int, b: int, limit: float, least: np.ndarray
+    bytes_of: Callable[[int, int], float], a: int, b: int, limit: float
 ) -> tuple[int, int]:
     """Return a part of layers a..b-1 that takes more than ``limit`` bytes, as (a, b).
 
@@ -143,38 +141,10 @@ def _smallest_above(
         bytes_of: the bytes of a stage with layers a..b-1, which is more than ``limit``.
         a, b: the first layer of the stage, and the layer after its last one.
         limit: the limit in bytes.
-        least: (n + 1, n + 1), about proportional to the bytes of stages. The better it is, the
-            fewer calls of ``bytes_of`` are needed.
     """
-
-    def about(limits: np.ndarray) -> int:
-        return int(np.count_nonzero(limits * bytes_of(a, b) <= limit * least[a, b]))
-
-    b = _first(a + 1, b, lambda n: bytes_of(a, n) > limit, a + 1 + about(least[a, a + 1 : b]))
-    a = _first(a + 1, b, lambda n: bytes_of(n, b) <= limit, b - about(least[a + 1 : b, b])) - 1
+    b = a + 1 + bisect_left(range(a + 1, b), True, key=lambda n: bytes_of(a, n) > limit)
+    a += bisect_left(range(a + 1, b), True, key=lambda n: bytes_of(n, b) <= limit)
     return a, b
-
-
-def _first(start: int, stop: int, fulfils: Callable[[int], bool], guess: int) -> int:
-    """Return the smallest number from ``start`` to ``stop`` - 1 that fulfils a condition.
-
-    The result is ``stop`` if no number does. All numbers above the result must fulfil the condition
-    too. The search begins at ``guess`` and doubles its steps, so that few numbers are tested if the
-    guess is close.
-    """
-    step = 1
-    at = min(max(guess, start), stop - 1)
-    while start < stop:
-        if fulfils(at):
-            stop = at
-            at = max(start, stop - step)
-        else:
-            start = at + 1
-            at = min(stop - 1, start + step - 1)
-        step *= 2
-        if step > stop - start:
-            at = (start + stop) // 2
-    return stop
 
 
 def _fastest_allowed(seconds: np.ndarray, stages: int, fits: np.ndarray | None) -> list[int] | None:

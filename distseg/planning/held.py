@@ -70,7 +70,7 @@ class Policy:
 
 
 class Held(NamedTuple):
-    """How many micro-batches have tensors on a stage at one moment, for each kind of tensors.
+    """Numbers of micro-batches that have tensors on a stage at one moment, by kind of tensors.
 
     Attributes:
         full: number of micro-batches of which the stage holds all activations.
@@ -133,42 +133,21 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
         arriving, returning = sum(ahead), len(ahead) - sum(ahead)
         if isinstance(action, Forward):
             full, inputs = full + (not dropped), inputs + dropped
-            leaving = min(inputs, late)
-            found.add(
-                Held(
-                    full,
-                    inputs,
-                    arriving,
-                    returning,
-                    leaving,
-                    put_off,
-                    passing=dropped,
-                    copied=min(full, late),
-                )
-            )
+        late_inputs, late_full = min(inputs, late), min(full, late)
+        now = Held(full, inputs, arriving, returning, late_inputs, put_off, copied=late_full)
+        if isinstance(action, Forward):
+            found.add(now._replace(passing=dropped))
         if isinstance(action, Backward):
             # Activations are recomputed just before the backward pass, while the stage waits for
             # the gradient of its output.
             if dropped:
-                found.add(
-                    Held(
-                        full + 1,
-                        inputs - 1,
-                        arriving,
-                        returning + 1,
-                        min(inputs, late),
-                        put_off,
-                        copied=min(full, late),
-                    )
-                )
+                recomputing = now._replace(full=full + 1, inputs=inputs - 1)
+                found.add(recomputing._replace(returning=returning + 1))
             found.add(
-                Held(
-                    full + dropped,
-                    inputs - dropped,
-                    arriving,
-                    returning,
-                    min(inputs - dropped, late),
-                    put_off,
+                now._replace(
+                    full=full + dropped,
+                    inputs=inputs - dropped,
+                    leaving=min(inputs - dropped, late),
                     backward=True,
                     copied=min(full - (not dropped), late),
                 )

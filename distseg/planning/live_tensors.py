@@ -202,12 +202,9 @@ class NetworkTensors:
         """
         layers = len(self.layers)
         full, inputs, received, sent = tables = tuple(_StageRanges(layers) for _ in range(4))
-        readings: dict[int, list[tuple[int, int]]] = {}  # by map: (layer, least first layer)
-        for number, reads in enumerate(self.reads):
-            for source in reads:
-                readings.setdefault(source, []).append((number, source))
-        read: dict[int, list[tuple[int, int]]] = {}  # the same by tensor
-        for source, places in readings.items():
+        read: dict[int, list[tuple[int, int]]] = {}  # by tensor: (layer, least first layer)
+        for source, readers in self.readers.items():
+            places = [(number, source) for number, _ in readers]
             one, last = self.of_map(source), places[-1][0]
             sent.add(one, range(source), range(source, last + 1))
             received.add_first(one, places)

@@ -16,6 +16,7 @@ from distseg.planning.cluster import Cluster
 from distseg.planning.mesh_layout import MeshLayout, Work
 from distseg.planning.shared_links import Run, Task, critical_path, replay, simulate
 from distseg.planning.step_tasks import step_tasks
+from distseg.planning.tile_grids import TileGrids
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class SimulatedStep:
 
 def simulate_step(
     work: Work,
+    grids: TileGrids,
     layout: MeshLayout,
     balance: tuple[int, ...],
     cluster: Cluster,
@@ -104,6 +106,7 @@ def simulate_step(
 
     Args:
         work: the step.
+        grids: the grids of tiles of the step.
         layout: the layout.
         balance: the number of layers of each stage.
         cluster: the nodes of the job.
@@ -114,7 +117,7 @@ def simulate_step(
     Raises:
         ValueError: the cluster has another number of ranks than the layout.
     """
-    found = step_tasks(work, layout, balance, cluster, bucket)
+    found = step_tasks(work, grids, layout, balance, cluster, bucket)
     capacity = cluster.capacity(found.simulated)
     run = simulate(found.tasks, capacity)
     parts: dict[str, float] = defaultdict(float)

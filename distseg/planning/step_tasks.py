@@ -139,6 +139,7 @@ class StepTasks:
 
 def step_tasks(
     work: Work,
+    grids: TileGrids,
     layout: MeshLayout,
     balance: Sequence[int],
     cluster: Cluster,
@@ -148,6 +149,7 @@ def step_tasks(
 
     Args:
         work: the training step.
+        grids: the grids of tiles of the step.
         layout: the layout.
         balance: the number of layers of each stage.
         cluster: the nodes of the job, which together have the same number of ranks as the layout.
@@ -162,7 +164,7 @@ def step_tasks(
             f"the layout has {layout.ranks} ranks, but the cluster has {cluster.ranks}: give both "
             "the same number"
         )
-    return _Step(work, layout, balance, cluster, bucket).listed()
+    return _Step(work, grids, layout, balance, cluster, bucket).listed()
 
 
 class _Step:
@@ -171,6 +173,7 @@ class _Step:
     def __init__(
         self,
         work: Work,
+        grids: TileGrids,
         layout: MeshLayout,
         balance: Sequence[int],
         cluster: Cluster,
@@ -178,7 +181,7 @@ class _Step:
     ):
         self.work, self.layout, self.cluster, self.bucket = work, layout, cluster, bucket
         self.tiles = Tiles(work, layout.tiles, layout.exchange)
-        self.copies = TileGrids(work).tile_work(layout.tiles, layout.exchange).copies
+        self.copies = grids.tile_work(layout.tiles, layout.exchange).copies
         self.partition = work.partitioner.cut(list(balance))
         self.tasks: list[Task] = []
         whole = layout.tiles.volume * layout.stages

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from distseg.comm.collective import add
+from distseg.comm.consistency import differences
 from distseg.comm.launch import JointFailure, raise_jointly
 from distseg.comm.reducer import clip_factor
 from distseg.comm.replicas import broadcast
@@ -57,6 +58,22 @@ class Shard(NamedTuple):
             "outputs and model.shard(target) to distseg.PixelLoss(function), or call "
             "model.backward(image, target, criterion)"
         )
+
+
+class _Given(NamedTuple):
+    """Criterion that a user's argument stands for, after its check.
+
+    Attributes:
+        argument: the user's argument. It is kept, so that no other object gets its id.
+        criterion: the criterion.
+        mark: a text by which ranks see that they have the same criterion.
+        form: the dtype and the channels of the targets with which it was checked last.
+    """
+
+    argument: object
+    criterion: Criterion
+    mark: str
+    form: tuple[str, tuple[int, ...]]
 
 
 class _Unsummed(NamedTuple):
@@ -124,8 +141,7 @@ class DistributedModel(nn.Module):
         self._inputs, self._output_names = inputs, outputs
         self._bands, self._outputs, self._dims = bands, returned, returned.dims
         self._trained = set(engine.parameters)
-        self._criteria: dict[object, tuple[object, Criterion, object]] = {}
-        self._marks: dict[Criterion, str] = {}  # by criterion, to compare them over ranks
+        self._criteria: dict[object, _Given] = {}
         self._unused: dict[tuple, list[int]] = {}  # by criterion: parameters without a gradient
         self._checked: set[tuple] = set()
         self._used: tuple | None = None  # the criterion and the number of images of this step
@@ -407,9 +423,10 @@ class DistributedModel(nn.Module):
             self._check_changes()
             images = self._arrays(image)
             targets = self._targets(target, images)
-            chosen = self._criterion(criterion, targets)
+            known = self._criterion(criterion, targets)
             self._check(images)
-        self._check_groups(images, self._marks[chosen])
+        chosen = known.criterion
+        self._check_groups(images, known.mark)
         count = self.engine.config.train.accumulate
         if len(images) % count:  # all ranks have the same number of images
             raise JointFailure(
@@ -492,7 +509,7 @@ class DistributedModel(nn.Module):
                 )
         return targets
 
-    def _criterion(self, given, targets) -> Criterion:
+    def _criterion(self, given, targets) -> _Given:
         """Return the criterion that the user's argument stands for.
 
         It is checked at its first use, and again when targets have another dtype or other channels.
@@ -504,26 +521,24 @@ class DistributedModel(nn.Module):
         """
         key = given if isinstance(given, str) else id(given)
         form = (str(targets.dtype), ()) if self._outputs.whole else targets.form
-        _, made, checked = self._criteria.get(key, (given, None, None))
-        if made is None:
+        known = self._criteria.get(key)
+        if known is None:
             made = criterion_of(given, self._outputs.channels, self._output_names)
-        elif checked == form:
-            return made
+            known = _Given(given, made, mark_of(given), form)
+        elif known.form == form:
+            return known
         if self._outputs.whole:
             example = targets.view(-1, *(1,) * self._dims)
         else:
             size = targets.size(0)
             example = targets.read([0], Box.whole(tuple(min(n, 64) for n in size)))
-        made.check(self._outputs, example)
-        # The user's object is kept, so that no other one gets its id.
-        self._criteria[key] = given, made, form
-        self._marks[made] = mark_of(given)
+        known.criterion.check(self._outputs, example)
+        self._criteria[key] = known = known._replace(form=form)
         if len(self._criteria) > _MOST_CRITERIA:
-            _, old, _ = self._criteria.pop(next(iter(self._criteria)))
-            del self._marks[old]
+            old = self._criteria.pop(next(iter(self._criteria))).criterion
             for used in [used for used in self._unused if used[0] is old]:
                 del self._unused[used]
-        return made
+        return known
 
     def _check_frozen(self) -> None:
         """Refuse a step under ``no_grad``, or after ``requires_grad`` of a parameter changed.
@@ -598,12 +613,10 @@ class DistributedModel(nn.Module):
         Args:
             marks: for each rank, the mark of its criterion.
         """
-        for rank, mark in enumerate(marks):
-            if mark != marks[0]:
-                raise JointFailure(
-                    f"ranks give different criteria, {marks[0]!r} on rank 0 and {mark!r} on rank "
-                    f"{rank}: make the same criterion on all ranks"
-                )
+        if found := differences([{"the criterion": mark} for mark in marks]):
+            raise JointFailure(
+                f"ranks give different criteria, {found[0]}: make the same criterion on all ranks"
+            )
 
     def _tile_batches(
         self, images: Arrays | Stacked, targets, chosen: Sequence[int], first: int, rows: list[int]
@@ -894,9 +907,10 @@ class DistributedModel(nn.Module):
         place, rows, images, _, seen = self._eager
         with raise_jointly(self.mesh.world):
             targets = self._targets(target.given, images)
-            chosen = self._criterion(criterion, targets)
+            known = self._criterion(criterion, targets)
+            chosen = known.criterion
             labels = self._labels(targets, list(range(len(images))), chosen, place.tile)
-        self._check_marks(self.mesh.world.allgather(self._marks[chosen]))
+        self._check_marks(self.mesh.world.allgather(known.mark))
         self._used = chosen, len(images)
         partial = chosen.rows(_Seen.apply(output, seen), upload(labels, output.device))
         return _LossOfAllTiles.apply(partial, self, chosen, rows)

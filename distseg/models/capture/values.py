@@ -102,7 +102,7 @@ class Value:
 
     @property
     def as_plain(self) -> Value:
-        """The same layer output with the axes (N, C, *size), the form that layers take."""
+        """Layer output with the axes (N, C, *size) in place of its own; layers take this form."""
         return replace(self, axes=plain_axes(self.channels, self.dims), dtype=None, joined=False)
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from distseg.comm.threads import CpuLimits
 from distseg.config.settings import Config, DataConfig
 from distseg.config.sizes import Size
 from distseg.data.sampler import epoch_samples
-from distseg.data.store.store import StoreWriter
+from distseg.data.store.store import Store, StoreWriter
 from distseg.planning.machine import load_machine
 from distseg.tiling.tile import Box
 
@@ -85,6 +85,40 @@ def test_the_config_trains(made, tmp_path, monkeypatch, capsys):
     assert open("config.yaml").read() == text
 
 
+def test_weights_of_classes_follow_from_their_pixels_in_crops():
+    """A class near which half of the crops are placed weighs as its share of their pixels says."""
+    rare = replace(SMALL, sizes=((300, 300),) * 2, counts=(9000, 890, 110))
+    asked = []
+
+    def weights(*near):
+        def counted(crop, focus):
+            asked.append((crop, focus))
+            return near
+
+        return first_config(rare, CORES, count_near=counted).config.loss.class_weights
+
+    for near in ((850, 50, 100), (500, 0, 500)):
+        shares = [(n / 1000 + count / 10000) / 2 for n, count in zip(near, rare.counts)]
+        mean = sum(shares) / 3
+        assert weights(*near) == pytest.approx([math.sqrt(mean / n) for n in shares], abs=0.01)
+    assert asked == [(Size((256, 256)), "lake")] * 2
+    assert weights(0, 600, 400) is None  # 45, 34 and 21 % of the pixels are even enough
+
+
+def test_pixels_are_counted_in_crops_of_the_training(tmp_path):
+    """One small lake in a large image is in all crops near it, so its share there is larger."""
+    labels = np.zeros((400, 400), np.uint8)
+    labels[200:204, 200:204] = 1
+    labels[206, 200:205] = 255  # not a class
+    with StoreWriter(tmp_path / "s.h5", ["land", "lake"], 1) as writer:
+        image = writer.add_image("a", (400, 400), np.uint8, "train", True)
+        image.write(Box.whole((400, 400)), random_image((400, 400), 1, 0)[0], labels)
+    store = Store(str(tmp_path / "s.h5"))
+    land, lake = cli_init.counts_near(store, Size((32, 32)), "lake")
+    assert lake == 64 * 16 and 64 * (32 * 32 - 16 - 5) <= land < 64 * (32 * 32 - 16)
+    assert cli_init.counts_near(store, Size((32, 32)), "lake") == (land, lake)
+
+
 def test_any_class_name_can_be_read_back(tmp_path):
     """A name such as ``no`` or ``1e3`` stays text, and a line break in it ends no comment."""
     for name in ("no", "1", "a: b #c", "[x", "it's", "zwei\nZeilen: 1", "1e3"):
@@ -104,14 +138,7 @@ def test_settings_follow_the_data():
     large = first_config(replace(SMALL, sizes=((3000, 200),) * 2), CORES).config
     assert large.data.crop == Size((256, 200)) and large.model.depth == 4
     rare = replace(SMALL, sizes=((300, 300),) * 2, counts=(9900, 0, 100))
-    found = first_config(rare, CORES).config
-    assert found.data.focus_class == "lake"  # land has no pixel
-    assert found.loss.class_weights is None  # crops near lakes balance the only two classes
-    three = first_config(replace(rare, counts=(9000, 900, 100)), CORES).config
-    assert three.data.focus_class == "lake"
-    mean = (9000 + 900 + 900) / 3  # a lake counts as common as land
-    expected = [math.sqrt(mean / 9000), math.sqrt(mean / 900), math.sqrt(mean / 900)]
-    assert three.loss.class_weights == pytest.approx(expected, abs=0.01)
+    assert first_config(rare, CORES).config.data.focus_class == "lake"  # land has no pixel
     unnamed = replace(rare, classes=("ocean", "land", "null"))
     assert first_config(unnamed, CORES).config.data.focus_class is None
     volumes = first_config(replace(SMALL, sizes=((20, 90, 90),) * 4), CORES).config

@@ -8,14 +8,14 @@ data on the same machine always give the same settings.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import yaml
 
 from distseg.cli.planned_training import PlannedTraining
-from distseg.config.settings import Config
+from distseg.config.settings import Config, DataConfig
 from distseg.config.sizes import Size
 from distseg.config.units import duration, si
 from distseg.data.sampler import crop_size, number_of_crops
@@ -157,6 +157,7 @@ def first_config(
     network: str | None = None,
     minutes: float = 3.0,
     output: str = "runs/first",
+    count_near: Callable[[Size, str], Sequence[int]] | None = None,
 ) -> FirstConfig:
     """Return the settings of a first training.
 
@@ -166,6 +167,9 @@ def first_config(
         network: the value of ``model.name``; None to choose one.
         minutes: the time that training should take; the number of epochs is chosen for it.
         output: the folder of the run.
+        count_near: a function of a crop size and the name of a class, which returns the number of
+            pixels of each class in crops that are placed near this class. None if crops have the
+            classes as often as whole images.
 
     Raises:
         ValueError: the network is unknown or does not fit the data, or no step fits the memory.
@@ -180,7 +184,7 @@ def first_config(
     batch = _batch(_samples_of_epoch(data, crop), _MOST_IMAGES[key])
     ranks = _power_of_two(min(computer.useful_ranks, batch))
     room = _MEMORY_SHARE * computer.memory_of(ranks)
-    steps = _Steps([*model, *_loss(data, crop)], data, computer, ranks)
+    steps = _Steps([*model, *_loss(data, data.counts)], data, computer, ranks)
     streaming: list[Choice] = []
     tried = _smaller(batch // ranks, crop, data, steps.stride)
     for images, crop in tried:
@@ -197,11 +201,14 @@ def first_config(
         why = f"an image at once would take {si(found.memory, 'B')}: it is streamed in tiles"
         streaming = [Choice("streaming.memory", f"{room / 1e6:.0f}MB", why)]
         found = replace(found, memory=room)
+    counts: Sequence[float] = data.counts
+    if count_near is not None and (focus := _focus_class(data, crop)) is not None:
+        counts = _counts_in_crops(data, count_near(crop, focus))
     choices = [
         *model,
         *_mesh(ranks, computer),
         *streaming,
-        *_loss(data, crop),
+        *_loss(data, counts),
         *_samples(data, images, crop, ranks, found),
         *_optim(),
         *_length(data, images * ranks, crop, found, minutes, computer),
@@ -316,47 +323,51 @@ def _mesh(ranks: int, computer: Computer) -> list[Choice]:
     return found
 
 
-def _loss(data: TrainingData, crop: Size | None) -> list[Choice]:
-    """Return the settings of the loss, chosen by the kind of labels and the class frequencies."""
+def _loss(data: TrainingData, counts: Sequence[float]) -> list[Choice]:
+    """Choose the loss by the kind of the labels and the counts of the classes in the samples.
+
+    Args:
+        data: the training data.
+        counts: for each class, the number of its pixels or images in the samples of training.
+    """
     if data.numbers:
         return [Choice("loss.name", "mse", "labels are numbers")]
     if data.of_images:
         return [
             Choice("loss.name", "cross_entropy", "classes exclude each other"),
-            *_weights(data.counts, "images of the rarest"),
+            *_weights(counts, "images"),
         ]
     rarest = min((share for share in data.shares if share), default=1.0)
     why = f"dice lets rare classes count; the rarest has {rarest:.1%} of the pixels"
     return [
         Choice("loss.name", "cross_entropy + dice", why),
         Choice("loss.dice_over", "batch", "one Dice loss a step: stable if a class is absent"),
-        *_weights(*_counts_in_samples(data, crop)),
+        *_weights(counts, "pixels" if counts is data.counts else "pixels in crops"),
     ]
 
 
-def _counts_in_samples(data: TrainingData, crop: Size | None) -> tuple[list[int], str]:
-    """Return the pixel counts of the classes, for class weights, and words for the smallest count.
+def _counts_in_crops(data: TrainingData, near: Sequence[int]) -> list[float]:
+    """Return the mean number of pixels of each class in crops, up to one common factor.
 
-    Crops may be placed near one class (``data.focus_class``), which is then more common in crops
-    than in images. Its count is set to that of the rarest other class, so that its rarity is not
-    balanced twice.
+    A part of the crops, ``data.focus_share``, is placed near a class. The others have the classes
+    as often as whole images.
+
+    Args:
+        data: the training data.
+        near: for each class, the number of its pixels in the crops that are placed near a class.
     """
-    counts, focus = list(data.counts), _focus_class(data, crop)
-    if focus is None:
-        return counts, "pixels of the rarest"
-    at = data.classes.index(focus)
-    counts[at] = min(count for place, count in enumerate(counts) if count and place != at)
-    return counts, f"pixels of the rarest but {focus}, which has data.focus_class"
+    share = DataConfig().focus_share
+    return [share * n / sum(near) + (1 - share) * overall for n, overall in zip(near, data.shares)]
 
 
-def _weights(counts: Sequence[int], what: str) -> list[Choice]:
+def _weights(counts: Sequence[float], what: str) -> list[Choice]:
     """Return the setting of class weights if the classes are uneven, else an empty list.
 
     A weight is the inverse square root of the class's count. This is a compromise between equal
     weights of all pixels and equal weights of all classes.
 
     Args:
-        counts: number of pixels or images of each class.
+        counts: number of pixels or images of each class, or numbers in proportion to these.
         what: words for the smallest count, such as ``pixels of the rarest``, for a comment in the
             config.
     """
@@ -366,7 +377,7 @@ def _weights(counts: Sequence[int], what: str) -> list[Choice]:
     mean = sum(present) / len(present)
     weights = [round(math.sqrt(mean / n), 2) if n else 1.0 for n in counts]
     ratio = max(present) / min(present)
-    why = f"the commonest class has {ratio:.3g} times the {what}"
+    why = f"the commonest class has {ratio:.3g} times the {what} of the rarest"
     return [Choice("loss.class_weights", weights, why)]
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 import yaml
 
 from distseg.cli.first_config import Choice, Computer, FirstConfig, TrainingData, first_config
 from distseg.cli.planned_training import EXCHANGE
 from distseg.comm.threads import choose_threads, own_limits
+from distseg.config.settings import DataConfig
 from distseg.config.sizes import Size
 from distseg.config.units import si
 from distseg.data.formats.plausible import memory_limit
+from distseg.data.sampler import epoch_samples
 from distseg.data.store.store import Store
 from distseg.planning.machine import Machine, load_machine
 from distseg.planning.roofline import CORE
@@ -27,6 +31,8 @@ from distseg.training.verify import prepare
 _BASE = 0.6e9
 # The seconds that calling a layer takes at least, in the order of what distseg plan measures.
 _CALL = 1e-4
+# Number of crops in which the pixels of each class are counted.
+_CROPS_COUNTED = 64
 # Profiles by a part of a GPU's name. An unknown GPU counts as the slowest of them.
 _PROFILES = {"H100": "h100", "H200": "h100", "A100": "a100", "V100": "dgx1-v100"}
 
@@ -45,8 +51,10 @@ def init(store: str, output: str, network: str | None, minutes: float) -> list[s
             the data, or ``output`` exists.
     """
     _check_new(output)
-    data = training_data(Store(store))
-    found = first_config(data, this_computer(), network, minutes, f"runs/{Path(store).stem}")
+    opened = Store(store)
+    data, run = training_data(opened), f"runs/{Path(store).stem}"
+    count_near = partial(counts_near, opened)
+    found = first_config(data, this_computer(), network, minutes, run, count_near)
     model = prepare(found.config, None).model
     check_settings(found.config, model)
     text = as_yaml(found.choices, description(data))
@@ -92,6 +100,25 @@ def training_data(store: Store) -> TrainingData:
         store.of_images,
         tuple(store.splits),
     )
+
+
+def counts_near(store: Store, crop: Size, focus: str) -> tuple[int, ...]:
+    """Return the number of pixels of each class in random crops that are placed near one class.
+
+    The crops are drawn as training draws them with ``data.focus_class``. They are the same ones at
+    each call.
+
+    Args:
+        store: the store; its labels are read in these crops only.
+        crop: the crop size.
+        focus: the name of the class near which the crops are placed.
+    """
+    settings = DataConfig(crop=crop, focus_class=focus, focus_share=1.0)
+    counts = np.zeros(len(store.classes), np.int64)
+    for sample in epoch_samples(store, "train", settings, seed=0, epoch=0, batch=_CROPS_COUNTED)[0]:
+        labels = store.labels(sample.image, sample.box).ravel()
+        counts += np.bincount(labels, minlength=len(counts))[: len(counts)]
+    return tuple(counts.tolist())
 
 
 def _counts(labels: Sequence[int | float], classes: int) -> tuple[int, ...]:

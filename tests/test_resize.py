@@ -9,7 +9,7 @@ from distseg.models.capture.following import followed
 from distseg.models.resize import FitTo, ResizeTo, kernel_of
 from distseg.tiling.access_pattern import inside
 from distseg.tiling.layout import LayerView
-from distseg.tiling.resize import Fit, Follow, Proportional, Resize, Shifted, in_front, taps
+from distseg.tiling.resize import Fit, Proportional, Resize, Shifted, SizeRule, in_front, taps
 from distseg.tiling.tile import Box
 
 SIZES = [(5, 9), (9, 5), (7, 7), (1, 6), (6, 1), (16, 32), (33, 17), (3, 40)]
@@ -49,7 +49,7 @@ def test_a_part_is_that_of_the_whole(mode, corners, antialias, factor):
         x = torch.randn(2, 3, n, n + 2, dtype=torch.float64, requires_grad=True)
         result = (m, int((n + 2) * factor) if factor else m + 1)
         layer = ResizeTo(
-            [Follow()] * 2, mode, corners, antialias, (factor, factor) if factor else None
+            [SizeRule()] * 2, mode, corners, antialias, (factor, factor) if factor else None
         )
         whole = layer.made(x, result)
         assert tuple(whole.shape[2:]) == result
@@ -69,7 +69,7 @@ def test_a_part_is_that_of_the_whole(mode, corners, antialias, factor):
 def test_a_result_looks_at_no_more_than_is_said(mode, corners, antialias, n, m):
     """Brute force: which outputs change with each input."""
     ones = torch.eye(n, dtype=torch.float64).view(n, 1, n, 1).expand(n, 2, n, 2).contiguous()
-    layer = ResizeTo([Follow(0, m), Follow()], mode, corners, antialias)
+    layer = ResizeTo([SizeRule(0, m), SizeRule()], mode, corners, antialias)
     reached = layer.made(ones, (m, 2))[:, 0, :, 0] != 0  # (input, output)
     pattern = Resize(kernel_of(mode, antialias), bool(corners))
     for j in range(m):
@@ -120,7 +120,7 @@ def test_a_frame_lies_where_the_difference_of_sizes_says():
     "size, result", [((7, 9), (12, 10)), ((12, 10), (7, 9)), ((7, 9), (4, 13))]
 )
 def test_a_part_of_a_frame_is_that_of_the_whole(mode, size, result):
-    layer = FitTo([Follow()] * 2, ("half", "none"), mode, 2.5 if mode == "constant" else 0.0)
+    layer = FitTo([SizeRule()] * 2, ("half", "none"), mode, 2.5 if mode == "constant" else 0.0)
     x = torch.randn(1, 2, *size, dtype=torch.float64)
     whole = layer.made(x, result)
     for made in (Box((0, 0), (2, 3)), Box((1, 4), (4, 9)), Box.whole(result)):
@@ -152,11 +152,11 @@ class Map:
 @pytest.mark.parametrize(
     "wanted, like, rules",
     [
-        ([(9, 7), (9, 7), (9, 7)], "deep", [Follow(0, 9), Follow(0, 7)]),
-        ([(13, 9), (20, 6), (41, 33)], "skip", [Follow(), Follow()]),
-        ([(8, 6), (13, 4), (27, 22)], "image", [Follow(1, 0, 3), Follow(1, 0, 3)]),
-        ([(25, 17), (39, 11), (81, 65)], "image", [Follow(1, -1, 1), Follow(1, -1, 1)]),
-        ([(13, 50), (20, 50), (41, 50)], "skip", [Follow(), Follow(0, 50)]),
+        ([(9, 7), (9, 7), (9, 7)], "deep", [SizeRule(0, 9), SizeRule(0, 7)]),
+        ([(13, 9), (20, 6), (41, 33)], "skip", [SizeRule(), SizeRule()]),
+        ([(8, 6), (13, 4), (27, 22)], "image", [SizeRule(1, 0, 3), SizeRule(1, 0, 3)]),
+        ([(25, 17), (39, 11), (81, 65)], "image", [SizeRule(1, -1, 1), SizeRule(1, -1, 1)]),
+        ([(13, 50), (20, 50), (41, 50)], "skip", [SizeRule(), SizeRule(0, 50)]),
         ([(11, 300), (5, 1), (900, 4)], None, None),
     ],
 )

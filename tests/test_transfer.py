@@ -70,7 +70,7 @@ def test_a_vector_comes_once_it_is_final(comm):
     else:
         coming = transfers.begin(Receiving(BOX, lambda like: VectorMap(BOX, like)), 0, 7)
         transfers.wait_for(coming, 5, "it")
-        assert torch.equal(coming.stored.read(BOX), x) and coming.there == BOX.stop[0]
+        assert torch.equal(coming.stored.read(BOX), x) and coming.next_row == BOX.stop[0]
 
 
 @pytest.mark.parallel(2)
@@ -92,11 +92,11 @@ def test_rows_come_once_they_are_final(comm):
                 coming, row, "rows"
             )  # all that is final, however many rows a message may have
             assert (
-                found[0].read(Box((3, 10), (coming.there, 41))) == x[:, :, : coming.there - 3]
+                found[0].read(Box((3, 10), (coming.next_row, 41))) == x[:, :, : coming.next_row - 3]
             ).all()
         with transfers.moving():
             comm.waits.wait(comm.Ibarrier())
-        assert comm.rank == 0 or coming.there <= row
+        assert comm.rank == 0 or coming.next_row <= row
         comm.Barrier()  # before it the other may make no more rows final
     transfers.flush()
 

@@ -47,7 +47,7 @@ from distseg.tiling import access_pattern
 from distseg.tiling.access_pattern import AccessPattern, Align, Gather, Interpolate, Scatter, Shift
 from distseg.tiling.graph import Node
 from distseg.tiling.layout import LayerView
-from distseg.tiling.resize import Follow, Resize
+from distseg.tiling.resize import Resize, SizeRule
 from distseg.tiling.tile import Box
 
 
@@ -455,12 +455,12 @@ def _resize_patterns(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     It is used where :func:`_factors` returns None. Integer factors have simpler patterns.
     """
     if up.size is not None:
-        rules = [Follow(0, n) for n in _tuple(up.size, dims)]
+        rules = [SizeRule(0, n) for n in _tuple(up.size, dims)]
         places: list[float | None] = [None] * dims
     else:
         scale = up.scale_factor
         factors = scale if isinstance(scale, tuple) else (scale,) * dims
-        rules = [Follow(factor=float(f)) for f in factors]
+        rules = [SizeRule(factor=float(f)) for f in factors]
         places = [None if up.recompute_scale_factor else float(f) for f in factors]
     return tuple(
         Resize(kernel_of(up.mode), bool(up.align_corners), rule, factor)

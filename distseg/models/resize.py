@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distseg.tiling.access_pattern import AccessPattern
-from distseg.tiling.resize import Fit, Follow, Resize, Share, in_front
+from distseg.tiling.resize import Fit, Resize, Share, SizeRule, in_front
 
 RATIO = "ratio"
 
@@ -32,7 +32,7 @@ class Follows(LooksAtSize):
             size ``other``, such as half of it.
     """
 
-    def __init__(self, rules: Sequence[Follow]):
+    def __init__(self, rules: Sequence[SizeRule]):
         super().__init__()
         self.rules = tuple(rules)
 
@@ -61,7 +61,7 @@ class ResizeTo(Follows):
 
     def __init__(
         self,
-        rules: Sequence[Follow],
+        rules: Sequence[SizeRule],
         mode: str = "nearest",
         align_corners: bool | None = None,
         antialias: bool = False,
@@ -118,7 +118,7 @@ class FitTo(Follows):
 
     def __init__(
         self,
-        rules: Sequence[Follow],
+        rules: Sequence[SizeRule],
         sides: Sequence[str | int],
         mode: str = "constant",
         value: float = 0.0,

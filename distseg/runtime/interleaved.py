@@ -100,8 +100,8 @@ def interleaved(plans: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
     least = _Turns(plans, streams, [1] * len(plans))
     list(least.taken())
     ahead = [
-        limit + 2 * (len(plans) - 1 - rank) * _tiles_per_band(there)
-        for rank, (limit, (there, _)) in enumerate(zip(least.limits, streams))
+        limit + 2 * (len(plans) - 1 - rank) * _tiles_per_band(forwards)
+        for rank, (limit, (forwards, _)) in enumerate(zip(least.limits, streams))
     ]
     turns = _Turns(plans, streams, ahead)
     found = [
@@ -134,14 +134,14 @@ class _Turns:
         limits: Sequence[int],
     ):
         self.plans, self.limits = plans, list(limits)
-        self.there, self.back = ([*map(deque, each)] for each in zip(*streams))
+        self.forwards, self.backwards = ([*map(deque, each)] for each in zip(*streams))
         self._under_way: list[set] = [set() for _ in plans]
         self._sent: dict[tuple, int] = {}
 
     def taken(self) -> Iterator[tuple[int, _Group]]:
         """Yield (rank, group) in the order in which the groups of all ranks run, turn by turn."""
         ranks = range(len(self.plans))
-        while any(self.there) or any(self.back):
+        while any(self.forwards) or any(self.backwards):
             able = [rank for rank in ranks if self._can_go(rank, self._stream(rank))]
             for rank in able:
                 yield rank, self._take(rank, self._stream(rank))
@@ -149,8 +149,9 @@ class _Turns:
                 yield from self._forced(ranks)
 
     def _stream(self, rank: int) -> deque[_Group]:
-        there, back = self.there[rank], self.back[rank]
-        return there if there and (not back or self._has_room(rank, self.limits[rank])) else back
+        forwards, backwards = self.forwards[rank], self.backwards[rank]
+        go_on = not backwards or self._has_room(rank, self.limits[rank])
+        return forwards if forwards and go_on else backwards
 
     def _has_room(self, rank: int, limit: float) -> bool:
         """Return True if the rank may run the forward pass of one more tile.
@@ -162,7 +163,7 @@ class _Turns:
         first = min((tile[0] for tile in under_way), default=math.inf)
         return (
             len(under_way) < limit
-            and self.there[rank][0].operations[0].micro_batch < first + len(self.plans) - rank
+            and self.forwards[rank][0].operations[0].micro_batch < first + len(self.plans) - rank
         )
 
     def _forced(self, ranks: range) -> Iterator[tuple[int, _Group]]:
@@ -172,10 +173,10 @@ class _Turns:
         nothing, and let one more tile of one rank wait for its backward pass.
         """
         for rank in reversed(ranks):
-            if self._can_go(rank, self.back[rank]):
-                yield rank, self._take(rank, self.back[rank])
+            if self._can_go(rank, self.backwards[rank]):
+                yield rank, self._take(rank, self.backwards[rank])
                 return
-        able = [rank for rank in ranks if self._can_go(rank, self.there[rank])]
+        able = [rank for rank in ranks if self._can_go(rank, self.forwards[rank])]
         self.limits[[rank for rank in able if self._has_room(rank, math.inf)][-1]] += 1
 
     def _can_go(self, rank: int, stream: deque[_Group]) -> bool:
@@ -214,10 +215,10 @@ def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
             group for plan in plans for group in _groups(chain(*(way(plan) for way in ways)), plan)
         ]
 
-    there, back = (lambda plan: forward(plan, stage)), (lambda plan: backward(plan, stage))
+    passes = (lambda plan: forward(plan, stage)), (lambda plan: backward(plan, stage))
     if any(map(plans[0].is_last, plans[0].mine)):
-        return groups(there, output_passes, back), []
-    return groups(there), groups(back)
+        return groups(passes[0], output_passes, passes[1]), []
+    return groups(passes[0]), groups(passes[1])
 
 
 def _groups(operations: Iterable[Operation], plan: StagePlan) -> list[_Group]:
@@ -250,7 +251,7 @@ def _group(operations: Sequence[Operation], plan: StagePlan) -> _Group:
     )
 
 
-def _tiles_per_band(there: Sequence[_Group]) -> int:
+def _tiles_per_band(forwards: Sequence[_Group]) -> int:
     """Return how many tiles a rank computes in its forward passes per row of tiles, rounded up.
 
     The number of tiles in all segments is divided by a number of rows of tiles: that of the segment
@@ -259,9 +260,9 @@ def _tiles_per_band(there: Sequence[_Group]) -> int:
     stage.
 
     Args:
-        there: the forward groups of a rank.
+        forwards: the forward groups of a rank.
     """
-    tiles = [op for group in there for op in group.operations if isinstance(op, ForwardTile)]
+    tiles = [op for group in forwards for op in group.operations if isinstance(op, ForwardTile)]
     bands = Counter(
         segment
         for segment, *_ in {(op.segment, op.micro_batch, op.block, op.box.start[0]) for op in tiles}

@@ -44,13 +44,13 @@ def keeping(
         [budget - weigh(op).most if isinstance(op, TileOperation) else math.inf for op in program]
     )
     found = list(program)
-    for there, back in _pairs(program):
-        between, kept = free[there + 1 : back], weigh(program[there]).kept
+    for forward, backward in _pairs(program):
+        between, kept = free[forward + 1 : backward], weigh(program[forward]).kept
         if (between >= kept).all():
             between -= kept
-            found[there], found[back] = (
-                replace(program[there], kept=True),
-                replace(program[back], kept=True),
+            found[forward], found[backward] = (
+                replace(program[forward], kept=True),
+                replace(program[backward], kept=True),
             )
     return found
 
@@ -62,9 +62,9 @@ def keeping_all(program: Sequence[Operation]) -> list[Operation]:
 
 def _pairs(program: Sequence[Operation]) -> Iterator[tuple[int, int]]:
     """Yield (index of the forward pass, index of the backward pass) for each tile of a program."""
-    there: dict[tuple, int] = {}
+    forward: dict[tuple, int] = {}
     for place, op in enumerate(program):
         if isinstance(op, ForwardTile):
-            there[op.tile] = place
+            forward[op.tile] = place
         if isinstance(op, BackwardTile):
-            yield there.pop(op.tile), place
+            yield forward.pop(op.tile), place

@@ -116,9 +116,10 @@ def _steps(placement: Sequence[int], backward: int = 0, weight: int = 0) -> list
         weight: the time of a weight pass as a multiple of a forward pass; 0 for no weight passes.
     """
     units, chain = _units(placement), []
-    there = [(Forward, stage, 1) for stage in range(len(placement))]
-    back = [(Backward, stage, backward) for stage in reversed(range(len(placement))) if backward]
-    for kind, stage, factor in there + back:
+    forwards = [(Forward, stage, 1) for stage in range(len(placement))]
+    back_through = reversed(range(len(placement)))
+    backwards = [(Backward, stage, backward) for stage in back_through if backward]
+    for kind, stage, factor in forwards + backwards:
         chain.append(
             _Step(
                 kind, stage, placement[stage], factor * units[stage], chain[-1] if chain else None

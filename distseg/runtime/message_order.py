@@ -150,7 +150,7 @@ def check_order(programs: Sequence[Sequence[Step]], rules: Rules = MESSAGES) -> 
     _check_collectives(programs)
     _check_matches(programs, rules)
     _check_batches(programs, rules)
-    _Run(programs, rules).to_the_end()
+    _DeadlockSearch(programs, rules).to_the_end()
 
 
 def _check_collectives(programs: Sequence[Sequence[Step]]) -> None:
@@ -217,7 +217,7 @@ def _check_batches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
                 )
 
 
-class _Run:
+class _DeadlockSearch:
     """Simulation that runs the steps of all ranks without data, to find deadlocks.
 
     Args:

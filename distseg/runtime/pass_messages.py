@@ -85,11 +85,11 @@ class PassMessages:
         if self.exchange is None or not concerned:
             return
         strips = self.exchange.strips(number, *map(list, zip(*concerned)))
-        there, here = strips.sends, strips.receives
+        sent, received = strips.sends, strips.receives
         yield from neighbours(
             self.rank,
             self.members.tiles,
-            *((here, there) if back else (there, here)),
+            *((received, sent) if back else (sent, received)),
             2 * number + back,
             f"{'gradient of the ' * back}halo at {self.names[number]} in {name}",
         )

@@ -122,7 +122,9 @@ def simulate(
         costs["recompute"] = recompute
     if not callable(transfer):
         transfer = transfer.__getitem__ if transfer else lambda edge: 0.0
-    run = _Run(orders, edges, {kind: _cost(c) for kind, c in costs.items()}, placement, transfer)
+    run = _SimulationState(
+        orders, edges, {kind: _cost(c) for kind, c in costs.items()}, placement, transfer
+    )
     while left := [rank for rank, order in enumerate(orders) if len(run.ends[rank]) < len(order)]:
         if not any([run.advance(rank) for rank in left]):
             waits = (
@@ -295,7 +297,7 @@ class _Passes(NamedTuple):
     first: set[int] | None
 
 
-class _Run:
+class _SimulationState:
     """State of a simulation: the actions that each rank has done, and the tensors that arrived.
 
     Attributes:

@@ -62,12 +62,12 @@ class StageMessages:
             prefix: the beginning of the messages' names, such as ``step 2, ``. It must differ
                 from the prefix of any other step of the job.
         """
-        run = _Run(self, units, prefix)
+        run = _Collector(self, units, prefix)
         found = [step for place in range(len(program)) for step in run.step(program, place)]
         return [*found, Wait(tuple(run.sent)), Pass(f"{prefix}end of the passes")]
 
 
-class _Run:
+class _Collector:
     """Messages of one rank in one optimizer step, collected operation by operation."""
 
     def __init__(self, of: StageMessages, units: Sequence[Unit], prefix: str):

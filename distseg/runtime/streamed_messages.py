@@ -104,7 +104,7 @@ class StreamedMessages:
                 from the prefix of any other step of the job.
             loss: the messages by which ranks compute the loss gradient.
         """
-        run = _Run(self, self._strips(programs), prefix, loss)
+        run = _Collector(self, self._strips(programs), prefix, loss)
         found = [step for op in programs[self.rank] for step in run.step(op)]
         return [*found, Wait(tuple(run.sent))]
 
@@ -138,7 +138,7 @@ class StreamedMessages:
         ]
 
 
-class _Run:
+class _Collector:
     """Messages of one rank, collected operation by operation.
 
     Args:
@@ -317,13 +317,13 @@ class _Run:
         grid, back = self._plan(op).grid, isinstance(op, SendHaloGrad)
         if self.of.halos is None:
             return
-        there, here = self.of.halos.strips(
+        sent, received = self.of.halos.strips(
             op.tensor_id, grid.layouts, grid.cells, range(self._plan(op).blocks)
         )
         yield from neighbours(
             self.of.members.pipeline[self.of.rank],
             self.of.members.tiles,
-            *((here, there) if back else (there, here)),
+            *((received, sent) if back else (sent, received)),
             2 * op.tensor_id + back,
             f"{self.prefix}{'gradient of the ' * back}halo of map {op.tensor_id}, "
             f"micro-batch {op.micro_batch}",

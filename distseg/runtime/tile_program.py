@@ -322,17 +322,17 @@ def extra_forward(plans: Sequence[StagePlan], actions: Sequence[Action]) -> list
 
 def all_operations(plan: StagePlan) -> list[Operation]:
     """Return all operations of a step that has only one micro-batch."""
-    there = [
+    forwards = [
         *receives(plan),
         *(op for stage in plan.stages for op in forward(plan, stage)),
         *output_passes(plan),
     ]
-    back = [
+    backwards = [
         op
         for stage in reversed(plan.stages)
         for op in (*gradient_receives(plan, stage), *backward(plan, stage))
     ]
-    return there + back if plan.back else there
+    return forwards + backwards if plan.back else forwards
 
 
 def peak(plan: StagePlan, sizes: Callable[[int, int], int]) -> int:

@@ -106,11 +106,11 @@ class Receiving:
 
     Attributes:
         stored: the created map; None until the first message has arrived.
-        there: the first row that has not arrived yet, in the coordinates of the feature map.
+        next_row: the first row that has not arrived yet, in the coordinates of the feature map.
     """
 
     def __init__(self, box: Box, make: Callable[[Tensor], Map | VectorMap]):
-        self.box, self.there, self._make = box, box.start[0], make
+        self.box, self.next_row, self._make = box, box.start[0], make
         self.stored: Map | VectorMap | None = None
         self._most = 0
         self._under_way: deque[Message] = deque()
@@ -143,17 +143,17 @@ class Receiving:
         """
         if self.stored is None:
             return None if self._under_way else torch.empty(4, dtype=torch.int64)
-        if self.there + self._most * len(self._under_way) >= self.box.stop[0]:
+        if self.next_row + self._most * len(self._under_way) >= self.box.stop[0]:
             return None
         return self.stored.buffer_for(
-            _strip(self.box, self.there, min(self.there + self._most, self.box.stop[0]))
+            _strip(self.box, self.next_row, min(self.next_row + self._most, self.box.stop[0]))
         )
 
     def _begin(self, head: Tensor) -> None:
         self.stored = self._make(_like(head, len(self.box.size)))
         self._most = _rows(self.stored, self.box)
         if not self.box.pixels:
-            self.there = self.box.stop[0]
+            self.next_row = self.box.stop[0]
 
     def _put(self, buffer: Tensor, size: int) -> None:
         """Store the rows of one message.
@@ -166,11 +166,11 @@ class Receiving:
         rows = (
             self.box.size[0]
             if whole
-            else size // self.stored.bytes_of(_strip(self.box, self.there, self.there + 1))
+            else size // self.stored.bytes_of(_strip(self.box, self.next_row, self.next_row + 1))
         )
-        strip = _strip(self.box, self.there, self.there + rows)
+        strip = _strip(self.box, self.next_row, self.next_row + rows)
         self.stored.put(strip, buffer if whole else self.stored.within(buffer, strip))
-        self.there = strip.stop[0]
+        self.next_row = strip.stop[0]
 
 
 _T = TypeVar("_T", Sending, Receiving)
@@ -217,9 +217,9 @@ class Transfers:
             what: the name of the feature map, for the error message of a timeout.
         """
         row = min(row, receiving.box.stop[0])
-        while receiving.there < row:
-            before = receiving.there  # Each arrival restarts the timeout.
-            self._until(lambda: receiving.there > before, what, "wait")
+        while receiving.next_row < row:
+            before = receiving.next_row  # Each arrival restarts the timeout.
+            self._until(lambda: receiving.next_row > before, what, "wait")
 
     def wait_sent(self, sending: Sending, what: str) -> None:
         """Wait until all rows of a feature map are sent.

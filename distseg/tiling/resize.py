@@ -28,7 +28,7 @@ _NEAR = 2.0**-20  # relative error of a nearest position, which PyTorch may roun
 
 
 @dataclass(frozen=True)
-class Follow:
+class SizeRule:
     """A rule that computes the size of one map from the size n of another, along one dim.
 
     The size is ``(times * n + plus) // over * unit`` or, with a factor, ``int(n * factor)``.
@@ -80,7 +80,7 @@ class Resize(AccessPattern):
 
     kernel: str
     corners: bool = False
-    follow: Follow = Follow()
+    follow: SizeRule = SizeRule()
     factor: float | None = None
     sized: ClassVar[bool] = True
 
@@ -110,7 +110,7 @@ class Fit(AccessPattern):
 
     side: str | int = "half"
     mirrored: bool = False
-    follow: Follow = Follow()
+    follow: SizeRule = SizeRule()
     sized: ClassVar[bool] = True
     beyond: ClassVar[bool] = True
 
@@ -179,7 +179,7 @@ class Share(AccessPattern):
     ``sized`` is False.
     """
 
-    follow: Follow = Follow()
+    follow: SizeRule = SizeRule()
     alike: ClassVar[bool] = True
 
     def size(self, n: int) -> int:

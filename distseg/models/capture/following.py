@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from distseg.tiling.resize import Follow
+from distseg.tiling.resize import SizeRule
 
 
 class Sized(Protocol):
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Sized)
 
 def followed(
     sizes: Sequence[tuple[int, ...]], first: T, maps: Iterable[T]
-) -> tuple[T, list[Follow]] | None:
+) -> tuple[T, list[SizeRule]] | None:
     """Find a map and formulas that compute ``sizes`` from its size, one for each spatial dim.
 
     Along each dim, the size may be constant, equal to the map's size, a fraction of it, or the
@@ -33,11 +33,11 @@ def followed(
         maps: all maps, in the order in which the network makes them. The first is the image.
     """
     if len(set(sizes)) == 1:
-        return first, [Follow(0, n) for n in sizes[0]]
+        return first, [SizeRule(0, n) for n in sizes[0]]
     maps = list(dict.fromkeys(maps))
     same = next((x for x in maps if x.sizes == tuple(sizes)), None)
     if same is not None:
-        return same, [Follow()] * len(sizes[0])
+        return same, [SizeRule()] * len(sizes[0])
     found = [
         (x, [_fraction(before, after) for before, after in zip(zip(*x.sizes), zip(*sizes))])
         for x in dict.fromkeys((first, *maps))
@@ -45,7 +45,7 @@ def followed(
     return min(((x, rules) for x, rules in found if None not in rules), key=_effort, default=None)
 
 
-def _effort(found: tuple[Sized, list[Follow]]) -> int:
+def _effort(found: tuple[Sized, list[SizeRule]]) -> int:
     """Return a number by which formulas are compared; it is larger for more complicated ones.
 
     :func:`followed` takes the simplest formulas, because complicated ones may fit by chance.
@@ -59,25 +59,25 @@ def _effort(found: tuple[Sized, list[Follow]]) -> int:
     )
 
 
-def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
+def _fraction(before: Sequence[int], after: Sequence[int]) -> SizeRule | None:
     """Return the simplest formula that computes ``after`` from ``before``; None if none fits.
 
     Args:
         before, after: the sizes of two maps along one dim, for each traced image size.
     """
     if len(set(after)) == 1:
-        return Follow(0, after[0])
+        return SizeRule(0, after[0])
     if (found := _multiple(before, after)) is not None:
         return found
     for times, over in _FRACTIONS:
         least = max(m * over - times * n for n, m in zip(before, after))
         most = min((m + 1) * over - times * n for n, m in zip(before, after)) - 1
         if least <= most:
-            return Follow(times, min(max(0, least), most), over)
+            return SizeRule(times, min(max(0, least), most), over)
     return None
 
 
-def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
+def _multiple(before: Sequence[int], after: Sequence[int]) -> SizeRule | None:
     """Return a formula that rounds ``before`` to a multiple of a number and so gives ``after``.
 
     Return None if no formula fits, or if both sizes differ by the same number in all traces.
@@ -94,7 +94,7 @@ def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
         most = min(m + unit - n for n, m in zip(before, after)) - 1
         if least <= most:
             plus = next((n for n in (unit - 1, 0) if least <= n <= most), least)
-            return Follow(plus=plus, over=unit, unit=unit)
+            return SizeRule(plus=plus, over=unit, unit=unit)
     return None
 
 

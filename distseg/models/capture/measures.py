@@ -29,12 +29,12 @@ _LARGEST = 64
 
 
 @dataclass(frozen=True)
-class Rule:
+class SizeFormula:
     """Formula that computes a number from the size of a map, such as 1 / (h * w).
 
     The number is y = (factor * base ** inner + plus) ** power, or log(y) if ``log`` is True. The
     base is the product of the map's sizes along the spatial dims ``dims``. For example, 1 / (h * w)
-    is ``Rule(dims=(0, 1), factor=1.0, power=-1.0)``.
+    is ``SizeFormula(dims=(0, 1), factor=1.0, power=-1.0)``.
     """
 
     dims: tuple[int, ...]
@@ -51,7 +51,7 @@ class Rule:
         return math.log(found) if self.log else found
 
 
-def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | None:
+def formula_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> SizeFormula | None:
     """Return the simplest formula that computes a number from a map's size; None if none fits.
 
     Args:
@@ -65,15 +65,15 @@ def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | 
     more = kinds + [(1.0, p, False) for p in _POWERS[1:]]
     for dims, plain in ((dims, plain) for plain in (True, False) for dims in every):
         for power, inner, log in kinds if plain else more:
-            rule = _fitted(numbers, sizes, Rule(dims, 1.0, 0.0, power, inner, log), plain)
+            rule = _fitted(numbers, sizes, SizeFormula(dims, 1.0, 0.0, power, inner, log), plain)
             if rule and all(_near(_at(rule, size), n) for size, n in zip(sizes, numbers)):
                 return rule
     return None
 
 
 def _fitted(
-    numbers: Sequence[float], sizes: Sequence[Sequence[int]], like: Rule, plain: bool
-) -> Rule | None:
+    numbers: Sequence[float], sizes: Sequence[Sequence[int]], like: SizeFormula, plain: bool
+) -> SizeFormula | None:
     """Return a copy of a formula with ``factor`` and ``plus`` fitted to the numbers of two traces.
 
     The caller checks whether the result gives the numbers of all traces. Return None if there are
@@ -103,7 +103,7 @@ def _fitted(
     )
 
 
-def _at(rule: Rule, size: Sequence[int]) -> float:
+def _at(rule: SizeFormula, size: Sequence[int]) -> float:
     """Evaluate a formula for a map's size; return NaN where it fails, as for a division by 0."""
     try:
         found = rule(size)
@@ -190,7 +190,7 @@ def _vector(reader: Reader, numbers: Sizes, like: Value) -> Value | None:
             *(v.sizes for v in maps),
         ]
     ):
-        if (rule := rule_of(numbers.each, sizes)) is not None:
+        if (rule := formula_of(numbers.each, sizes)) is not None:
             source = next(v for v in reversed(maps) if v.sizes == sizes)
             made = reader.emit(lambda _: Measure(rule), [source.as_plain], axes=axes, what="size")
             reader.size_rules[made.name] = rule

@@ -76,7 +76,7 @@ from distseg.models.layers import (
 from distseg.models.lines import OfLines
 from distseg.models.network import IMAGE, UNUSED, Dropped, Network, reserved
 from distseg.models.resize import VectorAt
-from distseg.tiling.resize import Follow
+from distseg.tiling.resize import SizeRule
 
 
 class Differ(Exception):
@@ -629,7 +629,9 @@ class Reader:
         self.names.update({f"{name}.{own}": user for own, user in used.items()})
         return Value(name, shapes, axes)
 
-    def followed(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> tuple[Value, list[Follow]]:
+    def followed(
+        self, x: Value, sizes: tuple[tuple[int, ...], ...]
+    ) -> tuple[Value, list[SizeRule]]:
         """Find a map from whose size the output size of the current call can be computed.
 
         Return (map, rules). The rules, one for each spatial dim, compute the output size from the
@@ -656,7 +658,7 @@ class Reader:
         make: Callable[[], nn.Module],
         x: Value,
         like: Value,
-        rules: Sequence[Follow],
+        rules: Sequence[SizeRule],
         more: tuple = (),
         **settings,
     ) -> Value:

@@ -12,7 +12,7 @@ from distseg.models.capture.lining import of_trace
 from distseg.models.capture.reader import Reader, has_sizes
 from distseg.models.capture.values import Value
 from distseg.models.resize import RATIO, ResizeTo
-from distseg.tiling.resize import Follow
+from distseg.tiling.resize import SizeRule
 
 
 class Places:
@@ -107,8 +107,8 @@ def _whole_factors(
 
 def _by_factor(
     x: Value, sizes: Sequence[tuple[int, ...]], factors: tuple[float, ...]
-) -> tuple[Value, list[Follow]]:
-    return x, [Follow(factor=float(factor)) for factor in factors]
+) -> tuple[Value, list[SizeRule]]:
+    return x, [SizeRule(factor=float(factor)) for factor in factors]
 
 
 def _ratio(reader: Reader, x: Value, sizes: Sequence[tuple[int, ...]], factors: Any) -> str:

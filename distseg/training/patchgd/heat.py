@@ -40,7 +40,7 @@ from distseg.models.resize import ResizeTo
 from distseg.runtime.own_part import place_model
 from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.layout import Layout, scales_of
-from distseg.tiling.resize import Follow
+from distseg.tiling.resize import SizeRule
 from distseg.tiling.tile import Box, strips
 from distseg.training.patchgd.filling import PatchPredictor
 from distseg.training.patchgd.network import PatchNetwork
@@ -179,7 +179,7 @@ class _OfPooled:
         weigh = nn.Conv2d(self.channels, 1, 1, bias=False)
         weigh.weight.data = gradients.view(1, -1, 1, 1)
         if self.graph.sized:  # the cells of the feature map divide the image evenly
-            to_image = ResizeTo([Follow()] * len(size), "bilinear", False)
+            to_image = ResizeTo([SizeRule()] * len(size), "bilinear", False)
             return self._up_to(
                 self.source,
                 {"heat.weigh": weigh, "heat.positive": nn.ReLU(), "heat.resized": to_image},

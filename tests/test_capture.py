@@ -651,7 +651,7 @@ REFUSED = {
     ),
     "rows repeated": (
         lambda m, x: x.repeat(1, 1, 2, 1)[:, :, : x.shape[2]],
-        "repeat .* holds images or positions together with channels or repeated values",
+        "repeat .* would merge the batch or a spatial dim with channels or repeated values",
     ),
     "rows unbound": (
         lambda m, x: torch.stack(x.unbind(2), 2),

@@ -402,13 +402,16 @@ _program = False
 
 
 def as_program() -> None:
-    """Mark this process as one that runs a single command of distseg and then ends."""
+    """Note that this process runs one command of distseg and then ends."""
     global _program
     _program = True
 
 
 def is_program() -> bool:
-    """Return True if :func:`as_program` marked this process."""
+    """Return True if this process runs one command of distseg, and not the user's own program.
+
+    It is True after a call of :func:`as_program`.
+    """
     return _program
 
 

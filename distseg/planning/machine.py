@@ -121,8 +121,9 @@ class Machine:
     def sum(self, ranks: int, size: float) -> float:
         """Return the seconds of an all-reduce (sum) of ``size`` bytes over ``ranks`` ranks.
 
-        If sums over this number of ranks were measured, the seconds follow from the measurement,
-        else from the bytes that a rank of a ring all-reduce sends, and its latency.
+        If sums over this number of ranks were measured, the seconds follow from the measurement.
+        Otherwise they are computed for a ring all-reduce: the time of the bytes that a rank sends,
+        and the latency of its messages.
         """
         if ranks == 1:
             return 0.0
@@ -157,7 +158,7 @@ _OPTIONAL = ("spread", "exchange", "forward")
 
 
 def profile_names() -> list[str]:
-    """Return the names of the profiles that come with distseg."""
+    """Return the names of the machine profiles (measured speeds) that come with distseg."""
     return sorted(path.stem for path in PROFILES.glob("*.yaml"))
 
 

@@ -38,11 +38,11 @@ def exchange_seconds(machine: Machine, owned: Bytes, halo: Bytes) -> tuple[Bytes
 
 
 def norm_seconds(machine: Machine, size: Bytes) -> tuple[Bytes, Bytes]:
-    """Return the seconds that a rank computes because the statistics of a norm are shared.
+    """Return the additional seconds, (forward, backward), of a norm whose statistics are shared.
 
     A norm of images that one rank has whole reads each channel twice in a row, the second time from
     the cache. If statistics are shared, the message comes between the two, and the feature map is
-    read from memory again. In the backward pass, its gradient is too.
+    read from memory again. In the backward pass, the gradient of the feature map is read again too.
 
     Args:
         machine: the machine.

@@ -150,8 +150,9 @@ class _Turns:
 
     def _stream(self, rank: int) -> deque[_Group]:
         forwards, backwards = self.forwards[rank], self.backwards[rank]
-        go_on = not backwards or self._has_room(rank, self.limits[rank])
-        return forwards if forwards and go_on else backwards
+        if forwards and (not backwards or self._has_room(rank, self.limits[rank])):
+            return forwards
+        return backwards
 
     def _has_room(self, rank: int, limit: float) -> bool:
         """Return True if the rank may run the forward pass of one more tile.

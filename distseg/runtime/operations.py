@@ -247,7 +247,7 @@ class SendHaloGrad(MapOperation):
 
 
 class FinalizeStatistics(MapOperation):
-    """Sum over all tiles of the gradient with respect to a norm's statistics.
+    """Sum, over all tiles, of the gradients with respect to the statistics of a norm.
 
     All ranks that share these statistics must run this operation together.
     """

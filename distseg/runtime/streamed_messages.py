@@ -219,7 +219,7 @@ class _Collector:
     # Receives
 
     def _receive(self, op: RecvRows | RecvGradRows, source: int) -> Iterator[Step]:
-        """Yield, for each tile batch, the step that starts all receives of a feature map."""
+        """Yield one step for each tile batch, which starts the receives of its rows of a map."""
         for block in range(self._plan(op).blocks):
             way = _Map(
                 op.micro_batch,

@@ -432,8 +432,8 @@ def _cut(
         if short < n:
             raise ValueError(
                 f"layer {node.name} joins feature maps of {short} and {n} cells along dim {dim}, "
-                f"but its last input has {n} cells, and none may have fewer (longer inputs are "
-                f"cut): pad or resize the feature map of {short} cells"
+                f"but no input may be shorter than the last one, which has {n} cells (longer "
+                f"inputs are cut): pad or resize the feature map of {short} cells"
             )
         pattern, cuts = node.along(dim), maps[node.first][1]
         followed, like = maps[node.follows]

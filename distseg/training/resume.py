@@ -213,9 +213,8 @@ def schedule_change(
 ) -> list[str]:
     """Return a list with a sentence if changed settings change the next step's learning rate.
 
-    The rate is compared with the one that the settings of the checkpoint would give. If the
-    schedule of these settings has already come to its end, the list has a sentence, too. Otherwise
-    the list is empty.
+    The rate is compared with the one that the settings of the checkpoint would give. The list also
+    has a sentence if the checkpoint's schedule has already ended. Otherwise it is empty.
 
     Args:
         before: the optimizer settings of the checkpoint.

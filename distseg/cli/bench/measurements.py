@@ -71,7 +71,7 @@ class Measured:
         network: ``name`` and ``parameters`` (their number).
         precision: the number type of the steps.
         data: ``random images``, or the store.
-        machine: the machine of the predictions; None without predictions.
+        machine: the machine profile from which times of steps were predicted; None if none were.
         measurements: the figures.
     """
 

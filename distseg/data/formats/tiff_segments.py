@@ -137,7 +137,7 @@ class Segments:
         return np.memmap(self.path, stored, "r", self._series.dataoffset, tuple(shape))
 
     def _check_pages(self) -> None:
-        """Refuse a series with pages in other files, or along several axes (slices and bands).
+        """Refuse a series (one image) with pages in other files, or with both slices and bands.
 
         Raises:
             ValueError: the series is refused; the message names the repair.

@@ -335,8 +335,8 @@ def _unpacked(what: str, packed: dict, grid: ImageGrid) -> np.ndarray:
     height, width = grid.size
     if size != [height, width] or sum(runs) != height * width or min(runs) < 0:
         raise ValueError(
-            f"{what} is a run-length encoding of {sum(runs)} pixels of the size {size}, but the "
-            f"image has {height}x{width}: {_REPAIR}"
+            f"{what} is a run-length encoding of {sum(runs)} pixels for an image of {size}, but "
+            f"the image has {height}x{width}: {_REPAIR}"
         )
     return np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(width, height).T
 

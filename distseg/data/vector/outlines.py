@@ -191,7 +191,9 @@ class Outlines:
         self._rings, self._corners = self._rings[kept], self._corners[kept]
 
     def _stored(self, chains: _Chains, begins: np.ndarray, line: int) -> _Chains:
-        """Join chains to longer chains, write the corners between them to the file, return them.
+        """Join chains to longer chains, and return the longer chains.
+
+        The corners that then lie inside a longer chain are written to the file.
 
         Args:
             chains: the chains, in the order in which they follow each other.

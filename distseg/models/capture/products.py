@@ -182,7 +182,9 @@ def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[li
 def _axes_of_labels(
     reader: Reader, labels: Sequence[str], operands: Sequence[Any]
 ) -> dict[str, Axis]:
-    """Return the meaning of the dim for which each letter of an ``einsum`` equation stands.
+    """Return, for each letter of an ``einsum`` equation, what its dim holds.
+
+    A dim holds the images, channels, or the positions along a spatial dim.
 
     Args:
         labels: the letters of each operand, such as "nchw".
@@ -229,7 +231,8 @@ def _axes_of_labels(
         raise reader.refusal(
             BETWEEN_PLACES
             if len(batches) < 2
-            else "multiplies images of a batch with each other; images are computed separately",
+            else "multiplies images of a batch with each other, but each image is computed by "
+            "itself: keep the batch dim in both tensors and in the result",
             everywhere=True,
         )
     return found
@@ -247,7 +250,7 @@ def _pair(
         labels: the letters of each operand.
         operands: the tensors; ``a`` and ``b`` of the result, if both are maps.
         written: the letters of the result.
-        axes: the meaning of the dim that each letter stands for.
+        axes: for each letter, what its dim holds.
     """
     if len(operands) != 2 or not all(isinstance(x, Value) and not x.vector for x in operands):
         return None

@@ -254,8 +254,8 @@ class Reader:
     def differs(self, other: Reader) -> str | None:
         """Return the name of the first layer that differs in ``other``; None if all are equal.
 
-        Two layers differ if they read the outputs of other layers, or if their output sizes are
-        computed from the input sizes by other formulas.
+        A layer differs if its inputs come from different layers than in ``other``, or if its output
+        size is computed by a different formula.
 
         Args:
             other: a reader of the same network that has read traces of more image sizes.
@@ -1018,8 +1018,9 @@ class Reader:
         if any(axis.mixed and not any(axis in x.axes for x in maps) for axis in axes):
             raise self.refusal(
                 f"makes a tensor of {self.call.shapes[part or 0]} from {like!r}, and one dim of "
-                "the result holds images or positions together with channels or repeated values, "
-                "which is not supported: keep images and positions in dims of their own"
+                "the result would merge the batch or a spatial dim with channels or repeated "
+                "values, which is not supported: keep the batch and each spatial dim as dims of "
+                "their own"
             )
         return self._emit_formula(steps, given, part, axes, maps, own)
 
@@ -1189,9 +1190,9 @@ class Reader:
             or x.rank < 2
         ):
             raise self.refusal(
-                f"applies a dropout to {x!r}; supported: a feature map (N, C, "
-                f"{', '.join('DHW'[-self.dims :])}), or a feature map whose channels come last: "
-                "permute it first"
+                f"applies a dropout to {x!r}, which is not supported: permute it before the "
+                f"dropout, to (N, C, {', '.join('DHW'[-self.dims :])}) or so that channels come "
+                "last"
             )
         made = self.layer(VectorDropout if x.vector else kind, x, p, axes=x.axes)
         self._claim(self.number, made, not x.vector and order == last and order != first)

@@ -4,6 +4,9 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -16,7 +19,7 @@ from PIL import Image
 
 from distseg.comm.launch import peak_memory, reset_peak_memory, resident_memory
 from distseg.config.settings import PredictBase
-from distseg.data import class_files, class_map
+from distseg.data import class_files, class_map, file_progress
 from distseg.data.class_files import FORMS, Classes, are_there, paths_of
 from distseg.data.class_map import PartialMap, identity_of
 from distseg.report import disk
@@ -55,11 +58,13 @@ def write(partial: PartialMap, numbers, found: np.ndarray) -> None:
         partial.write(n, found[TILES[n].slices])
 
 
-def test_packed_when_all_is_there(tmp_path, found):
-    partial = started(tmp_path)
+def test_packed_when_all_is_there(tmp_path, found, monkeypatch):
+    partial, beats = started(tmp_path), []
+    monkeypatch.setattr(file_progress, "heartbeat", beats.append)
     write(partial, range(12), found)
     assert [p.name for p in tmp_path.iterdir()] == ["scene.1.partial"]
     assert packed(partial, "hdf5") == [tmp_path / "scene.1.h5"]
+    assert beats == ["scene.1.h5, classes, 85%", "scene.1.h5, classes, 100%"]
     with h5py.File(tmp_path / "scene.1.h5") as f:
         assert (
             np.array_equal(f["classes"][:], found) and list(f.attrs["class_names"]) == CLASSES.names
@@ -241,6 +246,88 @@ def test_an_error_while_packing_leaves_the_tiles(tmp_path, found, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["scene.1.partial"] and not started(
         tmp_path
     ).missing
+
+
+def test_a_stop_while_files_are_written_changes_no_byte_and_keeps_finished_files(
+    tmp_path, monkeypatch
+):
+    """The first stop comes at the first part of a file, each later one after one part more."""
+    pytest.importorskip("rasterio")
+    forms, leave = ("hdf5", "cog", "gpkg", "objects"), PartialMap._leave_memory
+    found = np.kron(np.arange(1200).reshape(30, 40) % 7 % 3, np.ones((10, 13)))[:, : SIZE[1]]
+    (tmp_path / "whole").mkdir()
+    partial = started(tmp_path / "whole")
+    write(partial, range(12), found)
+    whole = [path.read_bytes() for path in packed(partial, *forms)]
+    partial, paths, stops, files = started(tmp_path), None, 0, {}
+    write(partial, range(12), found)
+
+    def stop(self):
+        leave(self)
+        parts.append(1)
+        if len(parts) > stops:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PartialMap, "_leave_memory", stop)
+    while paths is None:
+        parts = []
+        try:
+            paths = packed(partial, *forms)
+        except KeyboardInterrupt:
+            partial.close()
+            partial, stops = started(tmp_path), stops + 1
+            assert partial.taken_up and not partial.missing
+        for path in tmp_path.glob("scene.1.*[!l]"):
+            assert files.setdefault(path, path.stat().st_ino) == path.stat().st_ino
+    assert [path.read_bytes() for path in paths] == whole and stops > 3
+    assert sorted(tmp_path.iterdir()) == sorted([*paths, tmp_path / "whole"])
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from distseg.data.class_map import PartialMap
+from tests.test_class_map import CLASSES, TILES, packed, started
+from pathlib import Path
+folder, parts, leave = Path(sys.argv[1]), int(sys.argv[2]), PartialMap._leave_memory
+partial = started(folder)
+if parts == 0:
+    found = np.kron(np.arange(1200).reshape(30, 40) % 7 % 3, np.ones((10, 13), np.uint8))
+    for n, tile in enumerate(TILES):
+        partial.write(n, found[tile.slices])
+    partial.flush()
+assert not partial.missing
+def stop(self):
+    global parts
+    leave(self)
+    parts -= 1
+    if parts < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+PartialMap._leave_memory = stop
+packed(partial, "tiff", "cog", "gpkg")
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_while_files_are_written_changes_no_byte(tmp_path):
+    pytest.importorskip("rasterio")
+
+    def run(folder: Path, parts: int) -> int:
+        return subprocess.run([sys.executable, "-c", KILLED, str(folder), str(parts)]).returncode
+
+    whole, often = tmp_path / "whole", tmp_path / "often"
+    for folder in (whole, often):
+        folder.mkdir()
+        assert run(folder, 0) == -signal.SIGKILL
+    assert run(whole, 99) == 0
+    assert all(run(often, parts) == -signal.SIGKILL for parts in range(1, 4))
+    assert run(often, 99) == 0
+    names = ["scene.1.cog.tif", "scene.1.gpkg", "scene.1.tif"]
+    # A temporary file with this ending is removed by a job that begins a minute later.
+    rest = [p.name for p in often.iterdir() if not p.name.endswith(".writing")]
+    assert sorted(rest) == names
+    for name in names:
+        assert (often / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_one_that_is_killed_while_it_removes_the_folder_leaves_nothing_to_take_up(

@@ -262,7 +262,7 @@ def test_maps_that_grow_in_odd_tiles_have_the_objects_of_the_whole_map(tmp_path,
         monkeypatch.setattr(files, "_STRIP", int(random.integers(1, 100)))
         monkeypatch.setattr(components, "_MOST_IDS", int(random.integers(1, 40)))
         boxes = odd_tiles(random, labels.shape)
-        partial = PartialMap(tmp_path / "map.partial", "id", labels.shape, boxes)
+        partial = PartialMap(tmp_path / "map.partial", f"map {seed}", labels.shape, boxes)
         for number, box in enumerate(boxes):
             partial.write(number, labels[box.slices])
         partial.pack(paths, classes)

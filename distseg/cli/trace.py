@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -88,11 +89,24 @@ def trace_maps(
             settings = [Path(path).name, formats, classes, least]
             identity = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
             for file in files:
-                with atomic_write(file) as growing:
+                with atomic_write(file) as growing, _shown(labels, file) as read:
                     count = class_files.write_objects(
-                        growing, class_files.form_of(file), labels, source.names or [], identity
+                        growing, class_files.form_of(file), read, source.names or [], identity
                     )
                 yield f"{file}: {count:,} objects"
+
+
+@contextmanager
+def _shown(labels: LabelMap, file: Path) -> Iterator[LabelMap]:
+    """Yield a label map that shows, whenever it is read, the progress of writing ``file``."""
+    with class_files.file_progress(file, math.prod(labels.size)) as shown:
+
+        def read(rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+            found = labels.read(rows)
+            shown(found[0].size)
+            return found
+
+        yield replace(labels, read=read)
 
 
 @contextmanager

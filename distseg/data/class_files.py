@@ -19,6 +19,8 @@ from types import ModuleType
 
 import numpy as np
 
+from distseg.data.file_progress import FileProgress
+from distseg.data.formats.cog_writer import copy_as_cog
 from distseg.data.formats.georeference import Georeference
 from distseg.data.formats.nifti import identity_in_nifti, write_nifti
 from distseg.data.formats.nrrd import identity_in_nrrd, write_nrrd
@@ -45,7 +47,13 @@ from distseg.tiling.tile import Box, strips
 _LARGEST_PNG = 1 << 28  # pixels; Pillow needs all of them in memory
 _KEY = "distseg_identity"
 _NO_DATA = (154, 154, 154)  # colour of pixels without data
-_GDAL_CACHE = 64  # MB of blocks that GDAL keeps; its own default is 5 % of the memory
+# The phases of writing a file in these formats; each goes over all pixels (FileProgress).
+_PHASES = {
+    "cog": ("classes", "overviews", "copy"),
+    "gpkg": ("objects", "polygons"),
+    "geojson": ("objects", "polygons"),
+    "objects": ("objects", "numbers"),
+}
 
 
 @dataclass(frozen=True)
@@ -214,6 +222,11 @@ def form_of(path: Path) -> str:
     return max(fits, key=lambda form: len(FORMS[form]))
 
 
+def file_progress(path: Path, pixels: int) -> FileProgress:
+    """Return the progress display of writing a class map of ``pixels`` pixels to ``path``."""
+    return FileProgress(path.name, _PHASES.get(form_of(path), ("classes",)), pixels)
+
+
 def write(
     path: Path,
     arrays: Mapping[str, np.ndarray],
@@ -229,7 +242,8 @@ def write(
         arrays: ``classes`` (*size) uint8 and optionally ``probabilities`` (C, *size) float16.
         classes: the names and colours of the classes.
         identity: a digest of everything that the result depends on, to store in the file.
-        advance: called after each write with the number of pixels that were written.
+        advance: called with each number of pixels that a phase of the work has finished
+            (:func:`file_progress`).
         scratch: a folder for temporary files, on the disk of ``path``.
     """
     form = form_of(path)
@@ -408,23 +422,19 @@ def _write_cog(
 ) -> None:
     """Write a cloud-optimised GeoTIFF: GDAL copies a plain GeoTIFF and adds overviews.
 
-    A pixel of an overview has the most frequent class of the pixels that it covers. The arguments
-    are those of :func:`write`.
+    The arguments are those of :func:`write`.
     """
-    rasterio = optional("class maps as COG", "rasterio", "shutil")
-    plain = scratch / "plain.tif"
+    plain, pixels, shown = scratch / "plain.tif", arrays["classes"].size, 0
+
+    def copied(times: float) -> None:
+        nonlocal shown
+        before, shown = shown, int(times * pixels)
+        advance(shown - before)
+
     _write_tiff(plain, arrays, classes, identity, advance)
     # GDAL first writes the overviews to a temporary file, at most a third of the plain file.
     require_disk_space(path, 2 * plain.stat().st_size, "a class map as COG")
-    with rasterio.Env(GDAL_CACHEMAX=_GDAL_CACHE):
-        rasterio.shutil.copy(
-            plain,
-            path,
-            driver="COG",
-            compress="deflate",
-            overview_resampling="mode",
-            bigtiff="if_safer",
-        )
+    copy_as_cog(plain, path, scratch, copied)
     plain.unlink()
 
 

@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -24,6 +24,7 @@ from typing import IO
 import numpy as np
 
 from distseg.comm.launch import release_freed_memory
+from distseg.comm.progress import heartbeat
 from distseg.data import class_files
 from distseg.data.formats.mapped import let_go, pieces
 from distseg.report.disk import DiskFull, disk_full_errors, locked, opened_plain, require_disk_space
@@ -161,29 +162,20 @@ class PartialMap:
         self._waiting.clear()
         self._flushed = time.monotonic()
 
-    def pack(
-        self,
-        paths: Sequence[Path],
-        classes: class_files.Classes,
-        advance: Callable[[int], None] = lambda pixels: None,
-    ) -> None:
+    def pack(self, paths: Sequence[Path], classes: class_files.Classes) -> None:
         """Write the finished result to files and remove the folder.
+
+        Files that an interrupted call of this function has finished are kept.
 
         Args:
             paths: files to write; each ending chooses the format.
             classes: the names and colours of the classes.
-            advance: called after each write with the number of pixels that were written.
         """
         self.flush()
         assert not self.missing
-
-        def packed(pixels: int) -> None:
-            self._leave_memory()
-            advance(pixels)
-
         for path in paths:
-            release_freed_memory()  # that feature maps or the previous file took
-            class_files.write(path, self._arrays, classes, self.identity, packed, self.folder)
+            if not class_files.are_there([path], self.identity):
+                self._write_file(path, classes)
         self._clear()
         self._unmap()  # on network file systems, open files would stay in the folder
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -192,6 +184,17 @@ class PartialMap:
         # in the folder, it is not empty and stays.
         with suppress(OSError):
             self.folder.rmdir()
+
+    def _write_file(self, path: Path, classes: class_files.Classes) -> None:
+        """Write the finished result to a file, and show the progress."""
+        release_freed_memory()  # that feature maps or the previous file took
+        with class_files.file_progress(path, self._bytes["classes"]) as shown:
+
+            def advance(pixels: int) -> None:
+                self._leave_memory()
+                shown(pixels)
+
+            class_files.write(path, self._arrays, classes, self.identity, advance, self.folder)
 
     def close(self) -> None:
         """Flush and close the arrays; the folder stays for a later process."""
@@ -236,6 +239,7 @@ class PartialMap:
     def _forget_damaged(self) -> None:
         """Mark the tiles as missing whose pixels do not match their recorded checksum."""
         for number in np.flatnonzero(self._record):
+            heartbeat(f"checksum of tile {number}")
             if int(self._record[number]) != self._sum(int(number)):
                 self._record[number] = 0
 

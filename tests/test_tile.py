@@ -7,6 +7,7 @@ import pytest
 from distseg.tiling.tile import (
     Box,
     BoxGrid,
+    ChosenBoxes,
     ReceptiveField,
     TilePlacement,
     boxes_of,
@@ -126,6 +127,9 @@ def test_a_grid_is_the_list_of_its_boxes():
         grid[6]
     with pytest.raises(ValueError):
         grid.number_of(Box((0, 2), (4, 9)))
+    chosen = ChosenBoxes(grid, [5, 1, 2])
+    assert (len(chosen), list(chosen)) == (3, [every[5], every[1], every[2]])
+    assert list(chosen[1:]) == [every[1], every[2]] and not ChosenBoxes(grid, [])
 
 
 def test_refuses_a_grid_that_is_too_fine_and_names_the_largest():

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
@@ -43,13 +42,20 @@ from distseg.runtime.swap_layers import TiledModel
 from distseg.runtime.tile_program import all_operations
 from distseg.tiling.layout import Layout
 from distseg.tiling.segment import segments_of
-from distseg.tiling.tile import Box, BoxGrid, TilePlacement, most_even_grid, split, tiles, window
+from distseg.tiling.tile import (
+    Box,
+    BoxGrid,
+    ChosenBoxes,
+    TilePlacement,
+    most_even_grid,
+    split,
+    tiles,
+    window,
+)
 from distseg.tiling.tile_batch import LazyTileBatch
 
 _SHARE = 0.5  # the share of free memory that waiting feature maps may take
-# Tiles that are planned at once if they do not depend on each other. The plan of a tile takes about
-# a kilobyte until the tile is computed.
-_PLANNED = 512
+_PLANNED = 512  # windows of tiles whose boxes are made at once
 
 
 def check_images(predictor, sizes: Mapping[Sequence[int], str]) -> None:
@@ -371,21 +377,15 @@ class Predictor:
             numbers: the indices of the tiles to compute, the same on all ranks; by default all.
         """
         every = self.tiles_of(source.size)
-        mine = self.deal(source.size, numbers)[self.replicas.rank]
-        # The label of a whole image depends on all of its tiles.
-        planned = max(1, len(mine)) if self.model.of_image else _PLANNED
-        groups = (
-            [every[n] for n in mine[at : at + planned]] for at in range(0, len(mine), planned)
-        )
+        mine = ChosenBoxes(every, self.deal(source.size, numbers)[self.replicas.rank])
         # If one tile is the whole image, no feature maps have to wait.
         whole_image = len(every) == 1 and self._cut is None and self.budget is None
         if self.windowed or whole_image:
-            yield from self._by_windows(source, groups)
-        elif self._dealt_singly:
-            if mine:
-                yield from self._streaming(source, Alone(), Box.whole(source.size), None, groups)
-        else:
-            yield from self._in_blocks(source, [every[n] for n in mine])
+            yield from self._by_windows(source, mine)
+        elif not self._dealt_singly:
+            yield from self._in_blocks(source, mine)
+        elif mine:
+            yield from self._streaming(source, Alone(), Box.whole(source.size), None, mine)
 
     def computed(self, size, numbers: Sequence[int] | None = None) -> Iterator[tuple[int, Box]]:
         """Yield (layer number, output box) for each layer and tile that this rank would compute.
@@ -398,7 +398,7 @@ class Predictor:
             numbers: the indices of the tiles to compute; by default all.
         """
         every = self.tiles_of(size)
-        mine = [every[n] for n in self.deal(size, numbers)[self.replicas.rank]]
+        mine = ChosenBoxes(every, self.deal(size, numbers)[self.replicas.rank])
         block, borders = (Box.whole(size), None) if self._dealt_singly else self._block(size)
         executor, place = self._executor(size, block, borders)
         plan = executor.plan([place], boxes=[mine])
@@ -423,7 +423,9 @@ class Predictor:
         """
         return most_even_grid(grid, (1,) * len(grid), self.replicas.size)
 
-    def _in_blocks(self, source: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+    def _in_blocks(
+        self, source: ImageSource, mine: Sequence[Box]
+    ) -> Iterator[tuple[Box, np.ndarray]]:
         """Compute this rank's block of an image; yield (tile, logits) for the tiles ``mine`` in it.
 
         The ranks of all blocks work together: they exchange halos and statistics of active norms.
@@ -431,7 +433,7 @@ class Predictor:
         count = self._ranks_of(self.grid_of(source.size)).volume
         workers = self._first(count)
         if self.replicas.rank < count:
-            yield from self._streaming(source, workers, *self._block(source.size), [mine])
+            yield from self._streaming(source, workers, *self._block(source.size), mine)
 
     def _block(self, size) -> tuple[Box, list[list[int]]]:
         """Return the box of the image that this rank computes, and the borders of all such blocks.
@@ -458,7 +460,7 @@ class Predictor:
         workers,
         block: Box,
         borders: Sequence[Sequence[int]] | None,
-        groups: Iterable[Sequence[Box]],
+        mine: Sequence[Box],
     ) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (tile, logits) for this rank's tiles, computed by the streaming executor.
 
@@ -467,19 +469,20 @@ class Predictor:
             workers: the communicator of the ranks that compute the image.
             block: the part of the image that this rank computes.
             borders: the borders of all blocks, as in :meth:`layout`.
-            groups: the tiles to compute, in groups that are planned one after another.
+            mine: the tiles to compute.
         """
         reader = _Reader(source.read)
         executor, place = self._executor(source.size, block, borders)
         with self._evaluating(workers), executor.transfers.moving():
             blocks = [LazyTileBatch(place, lambda box: self._uploaded(reader(box)))]
-            for group in groups:
-                plan = executor.plan([place], boxes=None if self.model.of_image else [group])
-                operations = all_operations(plan)
-                with reader.ahead(list(windows(operations, plan))):
-                    results = ((op.box, y) for op, y in executor.run(operations, [plan], [blocks]))
-                    while (found := self._next(results)) is not None:
-                        yield found
+            # The label of a whole image depends on all of its tiles.
+            plan = executor.plan([place], boxes=None if self.model.of_image else [mine])
+            # Tiles are planned one at a time, once to be read ahead and once to be computed.
+            with reader.ahead(windows(all_operations(plan), plan)):
+                outputs = executor.run(all_operations(plan), [plan], [blocks])
+                results = ((op.box, y) for op, y in outputs)
+                while (found := self._next(results)) is not None:
+                    yield found
             executor.transfers.flush()
 
     @torch.no_grad()
@@ -561,7 +564,7 @@ class Predictor:
         )
 
     def _by_windows(
-        self, source: ImageSource, groups: Iterable[Sequence[Box]]
+        self, source: ImageSource, mine: Sequence[Box]
     ) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (tile, logits), each tile computed from its window: the tile with its halo.
 
@@ -569,19 +572,17 @@ class Predictor:
 
         Args:
             source: the image.
-            groups: the tiles of this rank, in groups that are computed one after another.
+            mine: the tiles of this rank.
         """
         size, reach = tuple(source.size), self.model.reach
         workers = self._first(min(self.replicas.size, len(self.tiles_of(size))))
         with self._evaluating(workers):
-            for group in groups:
-                yield from self._windows_of(
-                    source,
-                    [
-                        TilePlacement(size, tile, window(tile, size, reach), (0,), (0,))
-                        for tile in group
-                    ],
-                )
+            for at in range(0, len(mine), _PLANNED):
+                places = [
+                    TilePlacement(size, tile, window(tile, size, reach), (0,), (0,))
+                    for tile in mine[at : at + _PLANNED]
+                ]
+                yield from self._windows_of(source, places)
 
     def _windows_of(
         self, source: ImageSource, places: list[TilePlacement]
@@ -705,26 +706,28 @@ class _Reader:
 
     def __init__(self, read: Callable[[Box], np.ndarray]):
         self.read = read
-        self._expected: deque[Box] = deque()
-        self._ahead: Iterator[np.ndarray] = iter(())
+        self._ahead: Iterator[tuple[Box, np.ndarray]] = iter(())
+        self._next: tuple[Box, np.ndarray] | None = None  # the window that was read ahead
 
     @contextmanager
-    def ahead(self, windows: Sequence[Box]) -> Iterator[None]:
+    def ahead(self, windows: Iterable[Box]) -> Iterator[None]:
         """Let a thread read ``windows`` during a ``with`` block, one window ahead of the caller.
 
         Args:
             windows: the boxes in the order in which the caller will ask for them. Another box is
                 also allowed; it is read only when the caller asks for it.
         """
-        with closing(prefetch(map(self.read, windows), 1)) as self._ahead:
-            self._expected = deque(windows)
+        pixels = ((box, self.read(box)) for box in windows)
+        with closing(prefetch(pixels, 1)) as self._ahead:
+            self._next = None
             yield
 
     def __call__(self, box: Box) -> np.ndarray:
-        if self._expected and self._expected[0] == box:
-            self._expected.popleft()
-            return next(self._ahead)
-        return self.read(box)
+        self._next = self._next or next(self._ahead, None)
+        if self._next is None or self._next[0] != box:
+            return self.read(box)
+        (_, found), self._next = self._next, None
+        return found
 
 
 def _blocks(grid: Size, ranks: Size) -> list[int]:

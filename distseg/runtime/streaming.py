@@ -27,7 +27,7 @@ each stage runs its own segments, and feature maps that other stages read travel
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Protocol
@@ -356,7 +356,7 @@ class StreamingExecutor:
 
     def run(
         self,
-        operations: Sequence[Operation],
+        operations: Iterable[Operation],
         plans: Sequence[StagePlan],
         micro_batches: Sequence[Sequence[LazyTileBatch]],
         find_loss_grad: Callable[[], None] = lambda: None,
@@ -368,16 +368,18 @@ class StreamingExecutor:
         all ranks of the pipeline must call this method together.
 
         Args:
-            operations: the operations of this rank.
+            operations: the operations of this rank. They may come from an iterator if no backward
+                passes follow; then ``watch`` is not called, because their number is not known.
             plans: the plan of each micro-batch.
             micro_batches: the tile batches of each micro-batch.
             find_loss_grad: called when the loss gradient must be computed, because the following
                 backward passes need it.
         """
         runs = [MicroBatchRun(self, plan, blocks) for plan, blocks in zip(plans, micro_batches)]
-        tiles, done = sum(isinstance(op, TileOperation) for op in operations), 0
+        known = operations if isinstance(operations, Sequence) else ()
+        tiles, done = sum(isinstance(op, TileOperation) for op in known), 0
         trimmers: dict[tuple, GapTrimmer] = {}
-        last = self._last_additions(operations, plans)
+        last = self._last_additions(known, plans)
         for place, op in enumerate(operations):
             if (
                 isinstance(op, TileOperation)
@@ -396,7 +398,8 @@ class StreamingExecutor:
                 if self.trims:
                     trimmers[kind].after_tile(sum(started.in_memory for started in runs))
                 done += 1
-                self.watch(done / tiles)
+                if tiles:
+                    self.watch(done / tiles)
         for started in runs:
             started.close()
 
@@ -424,8 +427,8 @@ class StreamingExecutor:
         )
 
 
-def windows(operations: Sequence[Operation], plan: StagePlan) -> Iterator[Box]:
-    """Return the boxes of pixels that a micro-batch reads from its images, in order of the reads.
+def windows(operations: Iterable[Operation], plan: StagePlan) -> Iterator[Box]:
+    """Yield the boxes of pixels that a micro-batch reads from its images, in order of the reads.
 
     The data loader can read these pixels ahead.
 
@@ -439,7 +442,7 @@ def windows(operations: Sequence[Operation], plan: StagePlan) -> Iterator[Box]:
     return (plan.grid.tile_plan(op).read[0] for op in there)
 
 
-def computed(operations: Sequence[Operation], plan: StagePlan) -> Iterator[tuple[int, Box]]:
+def computed(operations: Iterable[Operation], plan: StagePlan) -> Iterator[tuple[int, Box]]:
     """Yield (layer number, box of the layer's output) for each layer that runs on each tile.
 
     Args:

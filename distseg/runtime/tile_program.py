@@ -320,19 +320,18 @@ def extra_forward(plans: Sequence[StagePlan], actions: Sequence[Action]) -> list
     return found + left
 
 
-def all_operations(plan: StagePlan) -> list[Operation]:
-    """Return all operations of a step that has only one micro-batch."""
-    forwards = [
-        *receives(plan),
-        *(op for stage in plan.stages for op in forward(plan, stage)),
-        *output_passes(plan),
-    ]
-    backwards = [
-        op
-        for stage in reversed(plan.stages)
-        for op in (*gradient_receives(plan, stage), *backward(plan, stage))
-    ]
-    return forwards + backwards if plan.back else forwards
+def all_operations(plan: StagePlan) -> Iterator[Operation]:
+    """Yield all operations of a step that has only one micro-batch.
+
+    An operation is made when it is asked for, so that those of a large image need not be in memory.
+    """
+    yield from receives(plan)
+    for stage in plan.stages:
+        yield from forward(plan, stage)
+    yield from output_passes(plan)
+    for stage in reversed(plan.stages) if plan.back else ():
+        yield from gradient_receives(plan, stage)
+        yield from backward(plan, stage)
 
 
 def peak(plan: StagePlan, sizes: Callable[[int, int], int]) -> int:
@@ -475,14 +474,21 @@ class _Band(NamedTuple):
     Attributes:
         block: the index of the tile batch.
         rows: the rows (start, stop) of the result.
-        boxes: the tiles.
+        tiles: all tiles of the result that this rank computes.
+        numbers: the indices of this row's tiles in ``tiles``.
         reads: for each feature map that the tiles read, the rows (start, stop) that they read.
     """
 
     block: int
     rows: Span
-    boxes: list[Box]
+    tiles: Sequence[Box]
+    numbers: range
     reads: dict[int, Span]
+
+    @property
+    def boxes(self) -> Iterator[Box]:
+        """The tiles of this row, which are made when they are asked for."""
+        return (self.tiles[number] for number in self.numbers)
 
 
 class _Fronts:
@@ -502,8 +508,12 @@ class _Fronts:
             for segment in segments
             for p in plan.sources(segment)
         }
-        self._lowest = {s: _lowest(bands) for s, bands in self.bands.items()}
         self._sent: dict[tuple[int, int], float] = {}
+
+    @cached_property
+    def _lowest(self) -> dict[int, list[dict[int, int]]]:
+        """The result of :func:`_lowest` for each segment, which only backward passes need."""
+        return {s: _lowest(bands) for s, bands in self.bands.items()}
 
     def in_order(
         self, preferred: Iterable[int], ready: Callable[[int, _Band], bool]
@@ -637,10 +647,12 @@ def _bands(plan: StagePlan, segment: int) -> list[_Band]:
     """Return all rows of tiles of a segment, in the order in which they are computed."""
     found = []
     for block in range(plan.blocks):
-        for rows, boxes in groupby(
-            plan.grid.tiles(block, segment), key=lambda box: (box.start[0], box.stop[0])
-        ):
-            found.append(_Band(block, rows, list(boxes), plan.grid.rows(block, segment, rows)))
+        tiles, begin = plan.grid.tiles(block, segment), 0
+        for rows, boxes in groupby(tiles, key=lambda box: (box.start[0], box.stop[0])):
+            numbers = range(begin, begin + sum(1 for _ in boxes))
+            begin = numbers.stop
+            reads = plan.grid.rows(block, segment, rows)
+            found.append(_Band(block, rows, tiles, numbers, reads))
     return found
 
 

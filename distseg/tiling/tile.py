@@ -144,6 +144,32 @@ class BoxGrid(Sequence[Box]):
         return found
 
 
+class ChosenBoxes(Sequence[Box]):
+    """Some boxes of a sequence, which are made when they are asked for.
+
+    Args:
+        boxes: the sequence, such as a :class:`BoxGrid`.
+        numbers: the indices of the chosen boxes, in the order of the result.
+    """
+
+    def __init__(self, boxes: Sequence[Box], numbers: Sequence[int]):
+        self.boxes, self.numbers = boxes, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> Box: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> ChosenBoxes: ...
+
+    def __getitem__(self, at):
+        if isinstance(at, slice):
+            return ChosenBoxes(self.boxes, self.numbers[at])
+        return self.boxes[self.numbers[at]]
+
+
 def box_of(spans: Iterable[tuple[int, int]]) -> Box:
     """Return the box that has one span (start, stop) for each dim."""
     return Box(*zip(*spans))

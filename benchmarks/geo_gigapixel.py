@@ -1,8 +1,8 @@
 """A georeferenced gigapixel from file to file: ``distseg predict`` on a tiled GeoTIFF, with class map and polygons as GIS programs read them.
 
-The image is drawn: smooth hills with noise, in three bands, in a CRS of UTM. A small U-Net learns water, grass and rock from crops of the same kind. Five questions:
+The image is drawn: smooth hills with noise, in three bands, in a CRS of UTM. A small U-Net learns water, grass and rock from crops of the same kind. Six questions:
 what the process takes beyond PyTorch itself (``import torch`` and one convolution, a process of its own) as images grow; how fast it is beside a plain loop over
-windows with the same network, halo, tile, precision and threads; what ``distseg trace`` takes for a class map whose objects span the map; whether a prediction that is interrupted and killed writes the same bytes as one that is not; and
+windows with the same network, halo, tile, precision and threads; what ``distseg trace`` takes for a class map whose objects span the map; what the files take that are written after the last tile; whether a prediction that is interrupted and killed writes the same bytes as one that is not; and
 whether rasterio, pyogrio (or geopandas) and, where it is installed, rio-cogeo read the results.
 """
 
@@ -31,7 +31,11 @@ import torch
 from benchmarks.harness import parent, repeats_of, report
 from benchmarks.ranks import job_environment, last_json
 from benchmarks.rows import Rows
+from distseg.comm.launch import keep_freed_memory, peak_memory, reset_peak_memory
 from distseg.config.sizes import Size
+from distseg.data.class_files import Classes, form_of, paths_of
+from distseg.data.class_map import PartialMap
+from distseg.data.formats.readers import open_image
 from distseg.data.store.store import StoreWriter
 from distseg.layers.graph import receptive_field
 from distseg.models.unet import unet
@@ -40,7 +44,7 @@ from distseg.training.run_config import load
 
 QUESTION = "In what memory and how fast does a georeferenced gigapixel become a class map and polygons that GIS programs read?"
 CLASSES = ("water", "grass", "rock")
-PARTS = ("peak", "trace", "plain", "stop")
+PARTS = ("peak", "trace", "files", "plain", "stop")
 NETWORK = {"depth": 2, "num_convs": 1, "base_channels": 8, "norm": "batch"}
 PLACE = {"crs": "EPSG:32633", "transform": (10.0, 0.0, 4e5, 0.0, -10.0, 5.4e6)}
 EDGE = 512  # of the image's TIFF tiles
@@ -109,12 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--scratch", type=Path, help="folder for images and results, 5 GB a gigapixel"
     )
-    parser.add_argument("--job", type=json.loads, help="internal: what the plain loop does")
+    parser.add_argument("--job", type=json.loads, help="internal: what a process does")
     options = parser.parse_args(arguments)
     options.formats = "cog,gpkg" if options.trace else "cog"
     torch.set_num_threads(options.threads)
     if options.job:
-        print(json.dumps(_plain(**options.job)))
+        print(json.dumps(_JOBS[options.job.pop("name")](**options.job)))
         return
     if options.quick:
         options.sides, options.side, options.tile, options.kills = [128], 128, 64, 1
@@ -122,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bench = Bench(Path(folder), options)
         rows = [bench.peak_of(side) for side in options.sides if "peak" in options.parts]
         rows += [bench.traced(side) for side in options.sides if "trace" in options.parts]
+        rows += [bench.files_of(side) for side in options.sides if "files" in options.parts]
         rows += [bench.beside_plain(repeats_of(options))] if "plain" in options.parts else []
         rows += [bench.interrupted(random.Random(0))] if "stop" in options.parts else []
     notes = (
@@ -189,11 +194,34 @@ class Bench:
             }
         )
 
+    def files_of(self, side: int) -> dict:
+        """Write the files of a drawn class map, which no network made; return its row."""
+        output = self.folder / "files"
+        job = {"name": "files", "output": str(output), "side": side}
+        job |= {"formats": self.options.formats.split(","), "traced": self.options.trace}
+        found = self._ran(["-m", "benchmarks.geo_gigapixel", "--threads", str(self.options.threads), "--job", json.dumps(job)])  # fmt: skip
+        checked(output / "place.tif", output)
+        shutil.rmtree(output)
+        row = {"case": f"{side}x{side}, files"}
+        for form, its in found.items():
+            row |= {
+                f"{form} [s]": its["seconds"],
+                f"{form} CPU [s]": its["cpu"],
+                f"{form} beyond [MB]": (its["peak"] - self.torch) / 1e6,
+                f"{form} file [MB]": its["bytes"] / 1e6,
+            }
+        return self._said(row)
+
     def beside_plain(self, repeats: int) -> dict:
         """Predict a plain GeoTIFF, and a COG with polygons, in turns with a plain loop."""
         image, side = self.image(self.options.side), self.options.side
         output, plain = self.folder / "out", self.folder / "plain.tif"
-        loop = {"run": str(self.run), "image": str(image), "tile": self.options.tile}
+        loop = {
+            "name": "plain",
+            "run": str(self.run),
+            "image": str(image),
+            "tile": self.options.tile,
+        }
         loop["network"] = self.options.network
         job = ["-m", "benchmarks.geo_gigapixel", "--threads", str(self.options.threads)]
         job += ["--job", json.dumps({**loop, "output": str(plain)})]
@@ -376,6 +404,12 @@ def drawn(box: Box) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(bands).astype(np.uint8) + noise, classes(height)
 
 
+def rough(box: Box) -> np.ndarray:
+    """Return the classes of a box of the endless image, with borders as rough as a network's."""
+    noise = np.random.default_rng(box.start).random(box.size, np.float32)
+    return classes(hills(box) + _ROUGH * noise)
+
+
 def draw_image(path: Path, side: int, period: int | None = None) -> None:
     """Write a tiled GeoTIFF, rows of tiles at a time.
 
@@ -432,12 +466,8 @@ def draw_map(path: Path, side: int) -> None:
     ) as file:  # fmt: skip
         for box in _cells(side, EDGE * 4):
             (top, left), (bottom, right) = box.start, box.stop
-            noise = np.random.default_rng([top, left]).random(box.size, np.float32)
-            file.write(
-                classes(hills(box) + _ROUGH * noise),
-                1,
-                window=rasterio.windows.Window(left, top, right - left, bottom - top),
-            )
+            window_ = rasterio.windows.Window(left, top, right - left, bottom - top)
+            file.write(rough(box), 1, window=window_)
 
 
 def _cells(side: int, edge: int) -> Iterator[Box]:
@@ -525,6 +555,48 @@ def _plain(run: str, image: str, tile: int, output: str, network: dict) -> dict:
                     window=Window(left, top, width, height),
                 )
     return {"cpu": time.process_time()}
+
+
+def _files(output: str, side: int, formats: list[str], traced: list[str]) -> dict:
+    """Write the files of a drawn class map as ``distseg predict`` does after the last tile.
+
+    Return the seconds, the CPU seconds, the peak of the process and the bytes of each file.
+    """
+    import rasterio
+
+    folder, found = Path(output), {}
+    folder.mkdir()
+    with rasterio.open(
+        folder / "place.tif", "w", driver="GTiff", width=side, height=side, count=1, dtype="uint8",
+        sparse_ok=True, tiled=True, bigtiff="if_safer", crs=PLACE["crs"], transform=rasterio.Affine(*PLACE["transform"]),
+    ):  # fmt: skip
+        pass
+    place = open_image(folder / "place.tif").place
+    numbers = tuple(map(CLASSES.index, traced))
+    about = Classes(list(CLASSES), np.zeros((len(CLASSES), 3), np.uint8), 255, place, numbers)
+
+    class Timed(PartialMap):
+        def _write_file(self, path, *about):
+            reset_peak_memory(torch.device("cpu"))
+            start, cpu = time.perf_counter(), time.process_time()
+            super()._write_file(path, *about)
+            found[form_of(path)] = {
+                "seconds": time.perf_counter() - start,
+                "cpu": time.process_time() - cpu,
+                "peak": peak_memory(torch.device("cpu")),
+                "bytes": path.stat().st_size,
+            }
+
+    cells = list(_cells(side, EDGE * 4))
+    partial = Timed(folder / "image.partial", "drawn", (side, side), cells)
+    keep_freed_memory()
+    for number, box in enumerate(cells):
+        partial.write(number, rough(box))
+    partial.pack(paths_of(folder, "image", formats, (side, side), False), about)
+    return found
+
+
+_JOBS = {"plain": _plain, "files": _files}
 
 
 def _different(one: Path, other: Path) -> int:

@@ -409,22 +409,21 @@ def predict(
     predictor.check(source.size)
     every = predictor.tiles_of(source.size)
     likely = predictor.outputs if probabilities else 0
-    identity = identity_of(
-        {
-            "network": network,
-            "source": source.identity,
-            "classes": classes.names,
-            "no data": classes.nodata,
-            **({} if classes.traced is None else {"traced": classes.traced}),
-        },
-        source.size,
-        every,
-        likely,
+    about = {
+        "network": network,
+        "source": source.identity,
+        "classes": classes.names,
+        "no data": classes.nodata,
+    }
+    traced = {} if classes.traced is None else {"traced": classes.traced}
+    # The tiles do not depend on the classes that are traced, but files of objects do.
+    of_tiles, of_files = (
+        identity_of(found, source.size, every, likely) for found in (about, {**about, **traced})
     )
     partial = None
-    if first and not are_there(paths, identity):
+    if first and not are_there(paths, of_files):
         partial = PartialMap(
-            paths[0].with_suffix(".partial"), identity, tuple(source.size), every, likely
+            paths[0].with_suffix(".partial"), of_tiles, tuple(source.size), every, likely
         )
     numbers = predictor.agree(partial.missing if partial else None)
     if numbers is None:
@@ -452,7 +451,7 @@ def predict(
                 bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
             next(mine, None)  # ends the generator, which then leaves evaluation mode
         if first:
-            partial.pack(paths, classes)
+            partial.pack(paths, classes, of_files)
     finally:
         if first:
             partial.close()

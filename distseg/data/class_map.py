@@ -162,7 +162,9 @@ class PartialMap:
         self._waiting.clear()
         self._flushed = time.monotonic()
 
-    def pack(self, paths: Sequence[Path], classes: class_files.Classes) -> None:
+    def pack(
+        self, paths: Sequence[Path], classes: class_files.Classes, identity: str | None = None
+    ) -> None:
         """Write the finished result to files and remove the folder.
 
         Files that an interrupted call of this function has finished are kept.
@@ -170,12 +172,15 @@ class PartialMap:
         Args:
             paths: files to write; each ending chooses the format.
             classes: the names and colours of the classes.
+            identity: a digest of everything that the files depend on, to store in them; by default
+                the identity of the map.
         """
         self.flush()
         assert not self.missing
+        identity = identity or self.identity
         for path in paths:
-            if not class_files.are_there([path], self.identity):
-                self._write_file(path, classes)
+            if not class_files.are_there([path], identity):
+                self._write_file(path, classes, identity)
         self._clear()
         self._unmap()  # on network file systems, open files would stay in the folder
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -185,7 +190,7 @@ class PartialMap:
         with suppress(OSError):
             self.folder.rmdir()
 
-    def _write_file(self, path: Path, classes: class_files.Classes) -> None:
+    def _write_file(self, path: Path, classes: class_files.Classes, identity: str) -> None:
         """Write the finished result to a file, and show the progress."""
         release_freed_memory()  # that feature maps or the previous file took
         with class_files.file_progress(path, self._bytes["classes"]) as shown:
@@ -194,7 +199,7 @@ class PartialMap:
                 self._leave_memory()
                 shown(pixels)
 
-            class_files.write(path, self._arrays, classes, self.identity, advance, self.folder)
+            class_files.write(path, self._arrays, classes, identity, advance, self.folder)
 
     def close(self) -> None:
         """Flush and close the arrays; the folder stays for a later process."""

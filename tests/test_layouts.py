@@ -21,10 +21,12 @@ from distseg.cli.planned_training import PlannedTraining, memory_of_a_rank
 from distseg.cli.streamed_layout import streamed_seconds
 from distseg.comm.alone import Alone
 from distseg.config.settings import (
+    ApproximateConfig,
     Config,
     DataConfig,
     MeshConfig,
     ModelConfig,
+    PipelineConfig,
     SpatialConfig,
     StreamingConfig,
     TrainConfig,
@@ -888,6 +890,33 @@ def test_what_auto_does_not_know_is_refused(tmp_path, words, message, refused):
     command, *rest = words
     said = refused(command, config_file(tmp_path), "--mesh", "auto", *rest)
     assert message in said, said
+
+
+def test_plan_says_which_settings_its_layouts_leave_out():
+    given = auto(
+        approximate=ApproximateConfig(halo=2),
+        pipeline=PipelineConfig(balance=[3, 4]),
+        streaming=StreamingConfig(tiles="2x2"),
+    )
+    halo, balance, tiles = plan_layouts(
+        PlannedTraining.of(given, Size("96x128")), Alone(), 2, "a100"
+    ).facts["notes"][:3]
+    assert "approximate.halo is 2" in halo and "without this setting" in halo
+    assert "pipeline.balance is [3, 4]" in balance
+    assert "streaming.tiles is 2x2" in tiles
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["plan", "FILE"], "needs --ranks N, to choose a layout"),
+        (["train", "--mesh.tiles", "1x2", "FILE"], "the config file must be the first argument"),
+        (["train", "--optim.l", "5"], "did you mean --optim.lr"),
+    ],
+)
+def test_a_wrong_form_of_a_command_names_the_right_one(tmp_path, words, message, refused):
+    words = [config_file(tmp_path) if word == "FILE" else word for word in words]
+    assert message in refused(*words)
 
 
 def test_the_table_names_what_is_lost():

@@ -3,12 +3,14 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from made_store import random_store
+from made_store import made_store, random_image, random_store
 from test_exact import config
 
 from distseg.cli.main import main
+from distseg.comm.alone import Alone
 from distseg.config.settings import (
     Config,
     DataConfig,
@@ -176,6 +178,22 @@ def test_no_images_is_said(comm):
         match="there are no images: give --image 97x131 for random ones, or --data.store PATH",
     ):
         verify(CONFIG, comm)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "binary_cross_entropy", "focal", "dice"])
+def test_a_step_without_a_valid_pixel_has_the_loss_0(tmp_path, loss):
+    """PyTorch's mean over no pixel is NaN; the mesh and the serial program both give 0."""
+    pixels, labels = random_image((24, 20))
+    store = tmp_path / "s.h5"
+    made_store(store, {"a": ("train", pixels, np.full_like(labels, 255))})
+    found = replace(
+        CONFIG,
+        loss=LossConfig(loss),
+        data=replace(CONFIG.data, store=str(store)),
+        model=replace(CONFIG.model, in_channels=2, out_channels=3),
+    )
+    report = verify(found, Alone())
+    assert passed(report, 1e-12) and report["loss"]["serial"] == 0
 
 
 @pytest.mark.parallel(2)

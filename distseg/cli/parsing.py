@@ -91,7 +91,9 @@ def command_parser(command: str, kind: type | None = Config) -> Parser:
         command: the command. If it takes a run, ``RUN`` follows, as in ``predict RUN``.
         kind: the class of the config whose settings are flags; None for no settings.
     """
-    parser = Parser(prog=f"distseg {command}", exit_on_error=False, default_env=False)
+    parser = Parser(
+        prog=f"distseg {command}", exit_on_error=False, default_env=False, allow_abbrev=False
+    )
     if kind:
         parser.add_settings(kind)
     return parser
@@ -334,6 +336,8 @@ def _with_flag_hint(error: Exception, parser: Parser, places: Mapping[str, str])
     unknown = re.search(r"(?i)unrecognized arguments: (--[^\s=]+)", text)
     known = parser._option_string_actions
     near = suggestion(unknown[1], known, parser.kind or Config) if unknown else ""
+    if re.search(r"(?i)unrecognized arguments: [^-\s]\S*\.ya?ml\b", text):
+        near = "; the config file must be the first argument, or follow --config"
     return f"{text}{near} ({parser.prog} --help lists the flags)"
 
 

@@ -31,7 +31,7 @@ from distseg.planning.mesh_search import Planner
 from distseg.planning.step_simulation import simulate_step
 from distseg.planning.timeline import plot_timeline
 from distseg.report.tables import table
-from distseg.training.conflicts import check_auto
+from distseg.training.conflicts import check_auto, not_planned
 from distseg.training.programs import StepPrograms
 
 HERE = "here"
@@ -142,7 +142,7 @@ def plan_layouts(
         "machine": found.name,
         "precision": work.precision,
         "notes": [
-            *_about_limit(training.config.streaming.memory),
+            *_left_out(training.config),
             *_about_precision(searches, work.precision),
             *notes_on(work, found),
         ],
@@ -314,18 +314,23 @@ def _by_time(search: tuple[Planner, list[Prediction]]) -> tuple[bool, float]:
     return best[0].memory > planner.limit, best[0].seconds
 
 
-def _about_limit(memory: int | None) -> list[str]:
-    """Return a list with a line about ``streaming.memory``, which plans do not read, if it is set.
-
-    Args:
-        memory: the value of the setting; None if it is not set.
-    """
-    if memory is None:
-        return []
-    return [
-        f"streaming.memory is {memory / 1e9:.3g} GB, but it does not limit these layouts, which do "
-        "not stream tiles: --limit does"
+def _left_out(config: Config) -> list[str]:
+    """Return a line for each setting of a config that the compared layouts leave out."""
+    found = [
+        f"{given}, but these layouts are compared without this setting"
+        for given in not_planned(config.approximate, config.pipeline)
     ]
+    if config.streaming.tiles is not None:
+        found.append(
+            f"{config.streaming.chosen}, but these layouts do not stream tiles: to stream them, "
+            "choose the mesh yourself"
+        )
+    if config.streaming.memory is not None:
+        found.append(
+            f"{config.streaming.chosen}, but it does not limit these layouts, which do not stream "
+            "tiles: --limit does"
+        )
+    return found
 
 
 def _about_precision(

@@ -898,8 +898,8 @@ class StreamingConfig:
     """
 
     memory: int | str | None = None
-    """Memory limit per rank, such as ``4GB`` or a number of bytes: streamed tiles are as large as
-    this limit allows. It holds for evaluation and prediction too."""
+    """Memory limit per rank, such as ``4GB`` or a number of bytes (short flag: ``--memory``):
+    streamed tiles are as large as this limit allows. It holds for evaluation and prediction too."""
     tiles: Size | None = None
     """Grid of streamed tiles, into which a rank cuts its part of an image; replaces ``memory``."""
     scratch: str | None = None

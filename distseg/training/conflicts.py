@@ -348,27 +348,33 @@ def check_auto(
     Raises:
         SettingError: there is such a setting. The message names it.
     """
-    taken = None
-    if streaming.active:
-        taken = "streaming is on"
-    elif approximate.chosen:
-        taken = approximate.chosen
-    elif pipeline.placement != "linear":
-        taken = f"pipeline.placement is {pipeline.placement}"
-    elif pipeline.balance is not None:
-        taken = f"pipeline.balance is {pipeline.balance}"
-    elif mesh.tiles.volume > 1:
-        taken = f"mesh.tiles is {mesh.tiles}"
-    elif mesh.stages > 1:
-        taken = f"mesh.stages is {mesh.stages}"
-    elif spatial.tiles_per_rank.volume > 1:
-        taken = f"spatial.tiles_per_rank is {spatial.tiles_per_rank}"
-    if taken:
+    given = ["streaming is on"] if streaming.active else []
+    given += not_planned(approximate, pipeline)
+    if mesh.tiles.volume > 1:
+        given.append(f"mesh.tiles is {mesh.tiles}")
+    if mesh.stages > 1:
+        given.append(f"mesh.stages is {mesh.stages}")
+    if spatial.tiles_per_rank.volume > 1:
+        given.append(f"spatial.tiles_per_rank is {spatial.tiles_per_rank}")
+    if given:
         raise SettingError(
             "DS234",
-            f"mesh.layout is auto, but {taken}, a setting that auto cannot take into account: "
+            f"mesh.layout is auto, but {given[0]}, a setting that auto cannot take into account: "
             "leave one of the two out",
         )
+
+
+def not_planned(approximate: ApproximateConfig, pipeline: PipelineConfig) -> list[str]:
+    """Return phrases for the settings that no planned layout takes into account.
+
+    An example is ``pipeline.balance is [3, 4]``.
+    """
+    given = [approximate.chosen] if approximate.chosen else []
+    if pipeline.placement != "linear":
+        given.append(f"pipeline.placement is {pipeline.placement}")
+    if pipeline.balance is not None:
+        given.append(f"pipeline.balance is {pipeline.balance}")
+    return given
 
 
 def check_groups(model: ModelBase) -> None:

@@ -533,12 +533,14 @@ def check_trainable(model: nn.Module) -> None:
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
         what = (
-            f"all {len(parameters)} parameters of this model are frozen (requires_grad is off)"
+            f"all {len(parameters)} parameters of this model are frozen (requires_grad is off, or "
+            "their rate in optim.rates is 0)"
             if parameters
             else "this model has no parameters"
         )
         raise ValueError(
-            f"{what}, so there is nothing to train: set requires_grad on some parameters"
+            f"{what}, so there is nothing to train: set requires_grad on some parameters, or a "
+            "rate above 0"
         )
 
 

@@ -620,6 +620,11 @@ def _flat(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> tup
     return z[y != config.ignore_index], y[y != config.ignore_index]
 
 
+def _mean(losses: Tensor) -> Tensor:
+    """Return the mean of the losses of the valid pixels; 0 if there is none, as in training."""
+    return losses.sum() / max(1, losses.numel())
+
+
 def _weights(config: LossConfig, like: Tensor) -> Tensor | None:
     return (
         None
@@ -630,13 +635,15 @@ def _weights(config: LossConfig, like: Tensor) -> Tensor | None:
 
 def _cross_entropy(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
     z, y = _flat(config, logits, labels)
+    if not len(y):  # PyTorch returns NaN for no pixel.
+        return z.sum()
     return F.cross_entropy(z, y, _weights(config, z), label_smoothing=config.label_smoothing)
 
 
 def _binary_cross_entropy(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
     z, y = _flat(config, logits, labels)
     targets = y.unsqueeze(1) if z.shape[1] == 1 else F.one_hot(y, z.shape[1])
-    return F.binary_cross_entropy_with_logits(z, targets.to(z))
+    return _mean(F.binary_cross_entropy_with_logits(z, targets.to(z), reduction="none"))
 
 
 def _focal(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
@@ -645,7 +652,7 @@ def _focal(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Te
         z = torch.cat((torch.zeros_like(z), z), 1)
     p = z.softmax(1)[torch.arange(len(y)), y]
     w = _weights(config, z)
-    return ((1 if w is None else w[y]) * (1 - p) ** config.gamma * -p.log()).mean()
+    return _mean((1 if w is None else w[y]) * (1 - p) ** config.gamma * -p.log())
 
 
 def _mse(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:

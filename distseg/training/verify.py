@@ -732,6 +732,7 @@ def write_dump(
     for name, _ in model.named_parameters():
         if name in gradients:
             tensors[f"gradients/{name}"] = gradients[name]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_tensors(Path(path), tensors, {"order": "layers"})
 
 

@@ -22,7 +22,9 @@ from distseg.report.disk import atomic_write
 def run(arguments: list[str]) -> int:
     if "--program" in arguments:
         return _program(arguments)
-    return (_layouts if "--ranks" in arguments else _stages)(arguments)
+    if any(re.match("--ranks(=|$)", argument) for argument in arguments):
+        return _layouts(arguments)
+    return _stages(arguments)
 
 
 def _layouts(arguments: list[str]) -> int:
@@ -177,6 +179,13 @@ def _stages(arguments: list[str]) -> int:
         help="Print what each rank does in a step of a job: distseg plan CONFIG --program "
         "--image 512x512.",
     )
+    parser.add_argument(
+        "--ranks",
+        type=int | None,
+        default=None,
+        help="Print the best layouts of a job on this number of ranks: distseg plan CONFIG --ranks "
+        "16. distseg plan --ranks 16 --help lists the flags of this form.",
+    )
     parser.add_argument("--stages", type=int, default=6, help="Number of pipeline stages.")
     parser.add_argument(
         "--model",
@@ -225,6 +234,12 @@ def _stages(arguments: list[str]) -> int:
         help="Device for modelled costs: v100 (the default), or cpu for the CPU of this machine.",
     )
     parser.add_argument("--json", action="store_true", help="Print one object; seconds and bytes.")
+    if arguments and not arguments[0].startswith("-"):
+        raise ValueError(
+            f"distseg plan {arguments[0]} needs --ranks N, to choose a layout on N ranks, or "
+            "--program, to print what each rank does; without a config it cuts a network into "
+            "stages (distseg plan --help)"
+        )
     parsed = parse_plain(parser, arguments)
     for flag in ("stages", "micro_batches", "batch"):
         check_count(f"--{flag.replace('_', '-')}", parsed[flag])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -354,8 +353,3 @@ def whole(reader: Reader, kernel: Any, x: Value) -> bool:
         kernel: the kernel size, a number or a tuple.
     """
     return all(reader.each(of_trace(kernel, n)) == size for n, size in enumerate(x.sizes))
-
-
-def cells_of(x: Value) -> int:
-    """Return the number of channels of ``x``, the product of the channels in all of its dims."""
-    return math.prod(axis.cell for axis in x.axes)

@@ -23,7 +23,7 @@ from distseg.planning.balance import fastest_split
 from distseg.planning.cost import Costs, modelled
 from distseg.planning.fold import v_split
 from distseg.planning.held import Policy
-from distseg.planning.live_tensors import NetworkTensors, TileSizes, stage_tensors
+from distseg.planning.live_tensors import NetworkTensors, TileSizes, TileTensors, stage_tensors
 from distseg.planning.stage_memory import maps_of_stage
 from distseg.planning.stage_report import tensors_of_stages
 from distseg.planning.stages import stage_seconds
@@ -55,9 +55,9 @@ class Network(NamedTuple):
     def held(self, layers: range) -> float:
         """Return the bytes that a stage holds of a micro-batch between its two passes."""
         tensors = self.tensors
-        whole = TileSizes.whole(len(tensors.layers))
+        whole = TileTensors(tensors, TileSizes.whole(len(tensors.layers)))
         maps = maps_of_stage(tensors.reads, layers)
-        return stage_tensors(tensors, whole, layers, *maps, False).full
+        return stage_tensors(whole, layers, *maps, False).full
 
     def travels(self) -> np.ndarray:
         """Return the bytes that layers a..b-1 receive and send, there and back, in entry [a, b]."""

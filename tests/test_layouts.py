@@ -36,7 +36,7 @@ from distseg.models.capture.capture import as_network
 from distseg.models.zoo import plain_model
 from distseg.planning.held import Policy, largest_holdings
 from distseg.planning.layout_pictures import plot_layouts
-from distseg.planning.live_tensors import stage_tensors
+from distseg.planning.live_tensors import TileTensors, stage_tensors
 from distseg.planning.machine import NUMBERS, as_profile, load_machine, profile_names
 from distseg.planning.mesh_layout import FAMILIES, MeshLayout, Prediction
 from distseg.planning.mesh_search import Planner, _Found
@@ -450,7 +450,7 @@ def test_a_map_with_its_halo_takes_memory_of_its_own():
     assert points == [n for n, frame in enumerate(exchanged.sizes.frames) if frame]
     without = replace(exchanged.sizes, frames=(0.0,) * len(layers))
     more, less = (
-        stage_tensors(plan.grids.tensors, sizes, layers, (), (), False)
+        stage_tensors(TileTensors(plan.grids.tensors, sizes), layers, (), (), False)
         for sizes in (exchanged.sizes, without)
     )
     assert more.full > less.full and more.working > less.working

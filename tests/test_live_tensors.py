@@ -15,7 +15,7 @@ from distseg.layers.loss import Loss
 from distseg.models.capture.capture import as_network
 from distseg.planning.held import Held
 from distseg.planning.live_bytes import LiveBytes
-from distseg.planning.live_tensors import TileSizes, stage_tensors, tensors_of
+from distseg.planning.live_tensors import TileSizes, TileTensors, stage_tensors, tensors_of
 from distseg.planning.machine import load_machine
 from distseg.planning.mesh_layout import MeshLayout
 from distseg.planning.mesh_search import Planner
@@ -53,7 +53,8 @@ def test_live_bytes_end_with_their_tensors():
 def test_a_norm_computes_the_activation_behind_it():
     """Kept are the norm's input for the norm, and the activation's result for the last layer."""
     network = network_of(conv(3, 8), nn.InstanceNorm2d(8), nn.ReLU(), conv(8, 2))
-    found = stage_tensors(network, TileSizes.whole(4), range(3), (), (3,), False)
+    whole = TileTensors(network, TileSizes.whole(4))
+    found = stage_tensors(whole, range(3), (), (3,), False)
     assert found.full / PLANE == pytest.approx(2, abs=0.1)
     # Gradients of the result, which the stage holds, and of the norm's input.
     assert found.working / PLANE == pytest.approx(2, abs=0.1)
@@ -63,7 +64,8 @@ def test_a_norm_computes_the_activation_behind_it():
 def test_tensors_end_with_their_last_reader():
     """An activation overwrites the result of a convolution, which nothing else reads."""
     network = network_of(conv(3, 8), nn.ReLU(), conv(8, 8), nn.ReLU(), conv(8, 2))
-    found = stage_tensors(network, TileSizes.whole(5), range(2, 4), (2,), (4,), False, True)
+    whole = TileTensors(network, TileSizes.whole(5))
+    found = stage_tensors(whole, range(2, 4), (2,), (4,), False, True)
     assert (found.full, found.inputs, found.received) == (2 * PLANE, PLANE, PLANE)
     assert found.passing == PLANE and found.building == 0
     # Gradients of the result, which the stage holds, of the ReLU's input, and of the stage's input.
@@ -86,8 +88,8 @@ class Residual(nn.Module):
 def test_each_received_term_of_a_sum_has_a_gradient_of_its_own():
     loss = Loss(LossConfig(), 2, (1.0,))
     network = tensors_of(as_network(Residual()), (32, 32), 1, "fp32", False, loss)
-    tile = TileSizes.whole(4)
-    assert stage_tensors(network, tile, range(2, 3), {1, 2}, {3}, False).working == 3 * PLANE
+    whole = TileTensors(network, TileSizes.whole(4))
+    assert stage_tensors(whole, range(2, 3), {1, 2}, {3}, False).working == 3 * PLANE
 
 
 def test_the_part_of_a_result_that_is_sent_is_copied():
@@ -96,7 +98,10 @@ def test_the_part_of_a_result_that_is_sent_is_copied():
     network = tensors_of(as_network(Residual()), (32, 32), 1, "fp32", False, loss)
     whole = TileSizes.whole(4)
     part = replace(whole, read=(0.0, 0.75, 0.5, 0.0), maps=(1.0, 1.0, 0.5, 0.5, 0.5))
-    sent = [stage_tensors(network, tile, range(1), (), {1}, False).copied for tile in (whole, part)]
+    sent = [
+        stage_tensors(TileTensors(network, tile), range(1), (), {1}, False).copied
+        for tile in (whole, part)
+    ]
     assert sent == [0.0, 0.75 * PLANE]
 
 

@@ -186,10 +186,8 @@ class NetworkTensors:
             np.maximum.accumulate(moments, axis=1) + sent[:-1, 1:],
         )
         received[0] = 0.0  # The first stage reads the images.
-        nothing = np.zeros_like(full)
-        return StageTensors(
-            full, inputs, received, sent, nothing, nothing, np.maximum(working - full, 0.0), nothing
-        )
+        working = np.maximum(working - full, 0.0)
+        return StageTensors(full, inputs, received, sent, 0.0, 0.0, working, 0.0)
 
     @cached_property
     def _held_by_stages(self) -> tuple[_StageRanges, ...]:
@@ -520,8 +518,7 @@ class StageTensors(NamedTuple):
 
 
 def stage_tensors(
-    network: NetworkTensors,
-    tile: TileSizes,
+    tensors: TileTensors,
     layers: range,
     incoming: Collection[int],
     outgoing: Collection[int],
@@ -531,33 +528,135 @@ def stage_tensors(
     """Return the bytes of the tensors of a stage on a tile, for one micro-batch.
 
     Args:
-        network: the tensors of the network.
-        tile: the sizes of feature maps on the tile.
+        tensors: the tensors of the network on the tile.
         layers: the layers of the stage.
         incoming: the numbers of the feature maps that the stage receives from other stages.
         outgoing: the numbers of the feature maps that the stage sends to other stages.
         apart: True for a schedule that computes weight gradients later (ZB-H1).
         repeats: True if activations are recomputed, so that a first forward pass keeps nothing.
     """
-    walk = _Walk(network, tile, layers, incoming, outgoing)
+    walk = _Walk(tensors, layers, incoming, outgoing)
     inputs = walk.bytes
     passing = 0.0
     if repeats:
-        passing = _Walk(network, tile, layers, incoming, outgoing).forward(False) - inputs
+        passing = _Walk(tensors, layers, incoming, outgoing).forward(False) - inputs
     building = walk.forward(True)
     full = walk.bytes
     working = walk.backward(apart)
     return StageTensors(
         full,
         inputs,
-        sum(map(walk.size_of_map, incoming)),
-        sum(map(walk.size_of_map, outgoing)),
+        sum(tensors.maps[source] for source in incoming),
+        sum(tensors.maps[source] for source in outgoing),
         building - full,
         passing,
         max(building, working) - full,
         walk.postponed,
         walk.copied(),
     )
+
+
+class _InputGradient(NamedTuple):
+    """Gradient that a layer gives to one of the feature maps that it reads.
+
+    Attributes:
+        source: the number of the feature map.
+        size: bytes of the feature map's gradient.
+        made: bytes of the tensor that the layer makes; None if the gradient is a view of the
+            gradient of the layer's result.
+        besides: bytes of a tensor that lives only while the gradient is made.
+        added: True if the layer adds feature maps of the same size. All of them then have the same
+            gradient tensor.
+    """
+
+    source: int
+    size: float
+    made: float | None
+    besides: float
+    added: bool
+
+
+class TileTensors:
+    """Bytes of the tensors of a network on a tile. They do not depend on the stages.
+
+    Args:
+        network: the tensors of the network.
+        tile: the sizes of feature maps on the tile.
+
+    Attributes:
+        sizes: bytes of each tensor. The image (tensor 0) counts 0 bytes, because the images of all
+            micro-batches are counted elsewhere. It counts only with autocast, which copies the
+            images of a micro-batch to another number type.
+        maps: bytes of each feature map; the image comes first.
+        frames: for each layer, bytes of its input with its halo; 0 without a halo exchange.
+        kept: for each layer, (key, bytes) of each tensor that autograd keeps for it.
+        gradients: for each layer, the gradients that it gives to the feature maps that it reads.
+        scratch: for each layer, bytes of tensors that live only inside its backward pass.
+        weights: for each layer, bytes of the gradients of its weights.
+    """
+
+    def __init__(self, network: NetworkTensors, tile: TileSizes):
+        self.network, self.tile = network, tile
+        self.sizes = [
+            size * (1.0 if owner is None else tile.maps[owner])
+            for size, owner in zip(network.sizes, network.owners)
+        ]
+        if not network.cast_bytes:
+            self.sizes[0] = 0.0
+        self.maps = [network.sizes[network.of_map(n)] * part for n, part in enumerate(tile.maps)]
+        self.frames = [
+            network.sizes[layer.inputs[0]] * part
+            for layer, part in zip(network.layers, tile.frames)
+        ]
+        layers = range(len(network.layers))
+        self.kept = [self._kept(number) for number in layers]
+        self.gradients = [self._gradients(number) for number in layers]
+        self.scratch = [self._scratch(number) for number in layers]
+        self.weights = [
+            layer.parameters * (network.weight_bytes + network.cast_bytes)
+            for layer in network.layers
+        ]
+
+    def _kept(self, number: int) -> list[tuple[Hashable, float]]:
+        """Return (key, bytes) of each tensor that autograd keeps for layer ``number``."""
+        layer, frame = self.network.layers[number], self.frames[number]
+        found: list[tuple[Hashable, float]] = []
+        if self.network.cast_bytes and layer.convolves and layer.parameters:
+            found.append((("cast", number), self.network.cast_bytes * layer.parameters))
+        for one in layer.kept:
+            if frame and one == layer.inputs[0]:
+                found.append((("frame", number), frame))
+            else:
+                found.append((one, self.sizes[one]))
+        return found
+
+    def _scratch(self, number: int) -> float:
+        """Return the bytes of tensors that live only inside the backward pass of a layer."""
+        network, tile, layer = self.network, self.tile, self.network.layers[number]
+        # The gradient of a part is made first, and then copied into that of the whole.
+        read = max((tile.read[number], *tile.between[number][:1]))
+        scratch = layer.backward * tile.maps[number + 1] + network.sizes[layer.inputs[0]] * read
+        return scratch + (self.maps[number + 1] if tile.cut[number] else 0.0)
+
+    def _gradients(self, number: int) -> list[_InputGradient]:
+        """Return the gradients that layer ``number`` gives to the feature maps that it reads."""
+        network, tile, layer = self.network, self.tile, self.network.layers[number]
+        reads, frame, found = network.reads[number], self.frames[number], []
+        for place, source in enumerate(reads):
+            size, view = self.maps[source], place in layer.views
+            part = tile.maps[source] > tile.maps[number + 1]
+            whole = network.sizes[network.of_map(source)] == network.sizes[layer.result]
+            made: float | None = size if source else 0.0
+            besides = 0.0
+            if view and not (part and len(layer.inputs) > 1):
+                made = None
+            elif place == 0 and frame:
+                made, besides = frame, size  # The owned part may be copied out of it.
+            elif source and tile.between[number]:
+                besides = network.sizes[network.of_map(source)] * tile.between[number][place]
+            added = view and len(reads) > 1 and whole
+            found.append(_InputGradient(source, size, made, besides, added))
+        return found
 
 
 class _Walk:
@@ -568,28 +667,22 @@ class _Walk:
 
     def __init__(
         self,
-        network: NetworkTensors,
-        tile: TileSizes,
+        tensors: TileTensors,
         layers: range,
         incoming: Collection[int],
         outgoing: Collection[int],
     ):
-        self.network, self.tile, self.layers = network, tile, layers
-        self.incoming, self.outgoing = incoming, outgoing
+        self.tensors, self.network, self.tile = tensors, tensors.network, tensors.tile
+        self.layers, self.incoming, self.outgoing = layers, incoming, outgoing
         self.bytes = self.peak = self.postponed = 0.0
         self._sizes: dict[Hashable, float] = {}
         self._kept: dict[int, list[Hashable]] = {}  # by layer: what autograd keeps for it
         self._holders: dict[Hashable, int] = {}
         self._made = 0
-        sources = {source for number in layers for source in network.reads[number]}
+        sources = {source for number in layers for source in self.network.reads[number]}
         self._given = {source for source in sources if source <= layers.start} | set(incoming)
         for source in self._given:
-            # The images of a step are counted once for all micro-batches.
-            self._hold(network.of_map(source), self._size(network.of_map(source)))
-
-    def size_of_map(self, source: int) -> float:
-        """Return the bytes of feature map ``source`` on the tile."""
-        return self.network.sizes[self.network.of_map(source)] * self.tile.maps[source]
+            self._hold_tensor(self.network.of_map(source))
 
     def copied(self) -> float:
         """Return the bytes of the copy that is made to send a part of the stage's result, or 0.
@@ -607,18 +700,6 @@ class _Walk:
         whole = not all(0 < part < tile.maps[result] for part in parts)
         return 0.0 if whole else network.sizes[network.of_map(result)] * max(parts)
 
-    def _size(self, number: int) -> float:
-        """Return the bytes of tensor ``number`` on the tile.
-
-        The image (tensor 0) counts 0 bytes, because the images of all micro-batches are counted
-        elsewhere. It counts only with autocast, which copies the images of a micro-batch to another
-        number type.
-        """
-        if number == 0 and not self.network.cast_bytes:
-            return 0.0
-        owner = self.network.owners[number]
-        return self.network.sizes[number] * (1.0 if owner is None else self.tile.maps[owner])
-
     def _hold(self, key: Hashable, size: float) -> Hashable:
         holders = self._holders.get(key, 0)
         self._holders[key] = holders + 1
@@ -627,6 +708,9 @@ class _Walk:
             self.bytes += size
             self._note()
         return key
+
+    def _hold_tensor(self, number: int) -> None:
+        self._hold(number, self.tensors.sizes[number])
 
     def _note(self, more: float = 0.0) -> None:
         """Raise the peak if the live tensors and ``more`` bytes for a moment exceed it."""
@@ -643,23 +727,6 @@ class _Walk:
         self._made += 1
         return self._hold(("gradient", self._made), size)
 
-    def _frame(self, number: int) -> float:
-        """Return the bytes of layer ``number``'s input with its halo; 0 without a halo exchange."""
-        return self.network.sizes[self.network.layers[number].inputs[0]] * self.tile.frames[number]
-
-    def kept(self, number: int) -> list[tuple[Hashable, float]]:
-        """Return (key, bytes) of each tensor that autograd keeps for layer ``number``."""
-        layer, frame = self.network.layers[number], self._frame(number)
-        found: list[tuple[Hashable, float]] = []
-        if self.network.cast_bytes and layer.convolves and layer.parameters:
-            found.append((("cast", number), self.network.cast_bytes * layer.parameters))
-        for one in layer.kept:
-            if frame and one == layer.inputs[0]:
-                found.append((("frame", number), frame))
-            else:
-                found.append((one, self._size(one)))
-        return found
-
     def forward(self, keep: bool) -> float:
         """Simulate the forward pass; return the bytes of live tensors at its peak.
 
@@ -672,13 +739,13 @@ class _Walk:
         casts = sum(network.layers[n].parameters for n in self.layers) * network.cast_bytes
         self._hold("casts", 0.0 if keep else casts)
         for number in self.layers:
-            layer, frame = network.layers[number], self._frame(number)
+            layer, frame = network.layers[number], self.tensors.frames[number]
             if frame:
                 self._hold(("frame", number), frame)
-            self._hold(layer.result, self._size(layer.result))
+            self._hold_tensor(layer.result)
             self._note(layer.forward * self.tile.maps[number + 1])
             if keep:
-                self._kept[number] = [self._hold(*one) for one in self.kept(number)]
+                self._kept[number] = [self._hold(*one) for one in self.tensors.kept[number]]
             if frame:
                 self._drop(("frame", number))
             for source in frees[number]:
@@ -699,14 +766,14 @@ class _Walk:
         Args:
             apart: True if the weight gradients of all convolutions are postponed to a later pass.
         """
-        network, self.peak = self.network, self.bytes
+        network, tensors, self.peak = self.network, self.tensors, self.bytes
         pending: dict[int, Hashable] = {}
         if self.layers.stop == len(network.layers):
             self._note(network.loss.backward * self.tile.owned)
             self._drop("loss")
-            pending[self.layers.stop] = self._new(self.size_of_map(self.layers.stop))
+            pending[self.layers.stop] = self._new(tensors.maps[self.layers.stop])
         for source in self.outgoing:
-            pending[source] = self._new(self.size_of_map(source))
+            pending[source] = self._new(tensors.maps[source])
             self._holders[pending[source]] += 1  # The stage holds it until the pass has ended.
         waiting: list[tuple[list[Hashable], float]] = []
         for number in reversed(self.layers):
@@ -716,16 +783,11 @@ class _Walk:
                 for key in kept:
                     self._drop(key)
                 continue
-            for source, made in zip(network.reads[number], self._gradients(number, gradient)):
-                self._add(pending, source, made)
+            for one, made in zip(tensors.gradients[number], self._gradients(number, gradient)):
+                self._add(pending, one, made)
             later = layer.convolves and (apart or self.tile.frames[number] and layer.fuses)
-            weights = layer.parameters * (network.weight_bytes + network.cast_bytes)
-            scratch = layer.backward * self.tile.maps[number + 1]
-            # The gradient of a part is made first, and then copied into that of the whole.
-            read = max((self.tile.read[number], *self.tile.between[number][:1]))
-            scratch += network.sizes[layer.inputs[0]] * read
-            scratch += self.size_of_map(number + 1) if self.tile.cut[number] else 0.0
-            self._note(0.0 if later else max(scratch, weights))
+            weights = tensors.weights[number]
+            self._note(0.0 if later else max(tensors.scratch[number], weights))
             if later:
                 while waiting and not apart:
                     self._end(*waiting.pop())
@@ -759,52 +821,38 @@ class _Walk:
         Returns:
             A key for each input. It is ``gradient`` if the input's gradient is a view of that.
         """
-        network, layer, frame = self.network, self.network.layers[number], self._frame(number)
         found = []
-        for place, source in enumerate(network.reads[number]):
-            part = self.tile.maps[source] > self.tile.maps[number + 1]
-            if place in layer.views and self._shared_with_input(number, source):
-                found.append(self._new(self.size_of_map(source)))
-            elif place in layer.views and not (part and len(layer.inputs) > 1):
+        for one in self.tensors.gradients[number]:
+            if one.added and self._is_only_reader(one.source):
+                # The stage's input needs a gradient of its own, so PyTorch copies the gradient.
+                found.append(self._new(one.size))
+            elif one.made is None:
                 self._holders[gradient] += 1
                 found.append(gradient)
-            elif place == 0 and frame:
-                found.append(self._new(frame))
-                # The owned part may be copied out of it.
-                self._note(self.size_of_map(source))
             else:
-                found.append(self._new(self.size_of_map(source) if source else 0.0))
-                if source and self.tile.between[number]:
-                    between = self.tile.between[number][place]
-                    self._note(network.sizes[network.of_map(source)] * between)
+                found.append(self._new(one.made))
+                self._note(one.besides)
         return found
 
-    def _shared_with_input(self, number: int, source: int) -> bool:
-        """Return True if PyTorch copies the gradient that a layer gives to an input of the stage.
+    def _is_only_reader(self, source: int) -> bool:
+        """Return True if exactly one layer of the stage reads a map, and the stage receives it."""
+        readers = {number for number, _ in self.network.readers[source]}
+        return source in self.incoming and sum(number in self.layers for number in readers) == 1
 
-        A sum gives all its terms the same gradient tensor. An input of the stage needs a gradient
-        tensor of its own, so PyTorch copies the gradient if no other layer adds to it.
-        """
-        network = self.network
-        reads, sizes = network.reads, network.sizes
-        whole = sizes[network.of_map(source)] == sizes[network.layers[number].result]
-        readers = sum(source in reads[other] for other in self.layers)
-        return source in self.incoming and len(reads[number]) > 1 and whole and readers == 1
-
-    def _add(self, pending: dict[int, Hashable], source: int, made: Hashable) -> None:
+    def _add(self, pending: dict[int, Hashable], gradient: _InputGradient, made: Hashable) -> None:
         """Add a gradient of a feature map to the gradients that wait for their layers.
 
         If another reader of the map has given a gradient, both are replaced by their sum.
 
         Args:
             pending: for each feature map, the key of its gradient.
-            source: the number of the feature map.
+            gradient: the new gradient.
             made: the key of the new gradient.
         """
-        if source not in pending:
-            pending[source] = made
+        if gradient.source not in pending:
+            pending[gradient.source] = made
             return
-        total = self._new(self.size_of_map(source))
-        self._drop(pending[source])
+        total = self._new(gradient.size)
+        self._drop(pending[gradient.source])
         self._drop(made)
-        pending[source] = total
+        pending[gradient.source] = total

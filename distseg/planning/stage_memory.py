@@ -13,7 +13,13 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from distseg.planning.held import Policy, largest_holdings
-from distseg.planning.live_tensors import NetworkTensors, StageTensors, TileSizes, stage_tensors
+from distseg.planning.live_tensors import (
+    NetworkTensors,
+    StageTensors,
+    TileSizes,
+    TileTensors,
+    stage_tensors,
+)
 from distseg.runtime.partition import edges_between
 from distseg.runtime.schedule import splits
 
@@ -66,6 +72,7 @@ class TileMemory:
 
     def __init__(self, network: NetworkTensors, tile: TileSizes, step_images: int):
         self.network, self.tile, self.step_images = network, tile, step_images
+        self._on_tile = TileTensors(network, tile)
         self._tensors = cache(self._find_tensors)
 
     def of_stage(self, layers: range, stage: int, stages: int, policy: Policy) -> StageMemory:
@@ -97,7 +104,7 @@ class TileMemory:
 
     def _find_tensors(self, layers: range, apart: bool, repeats: bool) -> StageTensors:
         incoming, outgoing = maps_of_stage(self.network.reads, layers)
-        return stage_tensors(self.network, self.tile, layers, incoming, outgoing, apart, repeats)
+        return stage_tensors(self._on_tile, layers, incoming, outgoing, apart, repeats)
 
 
 def memory_of_image(network: NetworkTensors) -> StageMemory:

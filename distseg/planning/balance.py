@@ -14,7 +14,7 @@ This module also has other splits, for comparison.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -79,8 +79,12 @@ def _least_limit(seconds: np.ndarray, stages: int, bytes_of: StageBytes, limit: 
 
 def _most_bytes(balance: Sequence[int], bytes_of: StageBytes) -> float:
     """Return the bytes of the stage of a split that takes the most memory."""
-    starts = starts_of(balance)
-    return max(bytes_of(s, a, a + n) for s, (a, n) in enumerate(zip(starts, balance)))
+    return max(bytes_of(*part) for part in _parts(balance))
+
+
+def _parts(balance: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return (stage, a, b) for each stage of a split, which has layers a..b-1."""
+    return [(s, a, a + n) for s, (a, n) in enumerate(zip(starts_of(balance), balance))]
 
 
 _NEAR = 1e-3
@@ -91,7 +95,7 @@ def split_within(
     stages: int,
     bytes_of: StageBytes | None = None,
     limit: float = np.inf,
-    least: np.ndarray | None = None,
+    least: Iterable[np.ndarray] | None = None,
     fastest: list[int] | None = None,
 ) -> list[int] | None:
     """Return how many layers each stage has in the fastest split that fits a memory limit.
@@ -109,23 +113,26 @@ def split_within(
         stages: S, the number of stages.
         bytes_of: the bytes that a stage takes; None without a limit.
         limit: bytes that a stage may take.
-        least: (S, n + 1, n + 1), lower bounds of the bytes that stages take; None if not known.
+        least: for each stage, (n + 1, n + 1), lower bounds of the bytes that it takes with layers
+            a..b-1; None if they are not known. It is read only if the fastest split does not fit.
         fastest: the fastest split without a limit; None if not known.
     """
     found = fastest or _fastest_allowed(seconds, stages, None)
-    if bytes_of is None:
+    if bytes_of is None or found is None:
         return found
-    side = seconds.shape[-1]
-    fits = np.ones((stages, side, side), dtype=bool) if least is None else least <= limit
+    if all(bytes_of(*part) <= limit for part in _parts(found)):
+        return found
+    unknown = [np.full(seconds.shape[-2:], -np.inf)] * stages
+    fits = [table <= limit for table in (unknown if least is None else least)]
     while found is not None:
-        parts = [(stage, a, a + n) for stage, (a, n) in enumerate(zip(starts_of(found), found))]
-        if all(fits[part] for part in parts):
+        parts = _parts(found)
+        if all(fits[stage][a, b] for stage, a, b in parts):
             full = [part for part in parts if bytes_of(*part) > limit]
             if not full:
                 break
             for stage, first, last in full:
                 a, b = _smallest_above(partial(bytes_of, stage), first, last, limit)
-                fits[stage, : a + 1, b:] = False
+                fits[stage][: a + 1, b:] = False
         found = _fastest_allowed(seconds, stages, fits)
     return found
 
@@ -147,13 +154,16 @@ def _smallest_above(
     return a, b
 
 
-def _fastest_allowed(seconds: np.ndarray, stages: int, fits: np.ndarray | None) -> list[int] | None:
+def _fastest_allowed(
+    seconds: np.ndarray, stages: int, fits: Sequence[np.ndarray] | None
+) -> list[int] | None:
     """Return the fastest split whose stages are allowed, or None if there is none.
 
     Args:
         seconds: (n + 1, n + 1) or (S, n + 1, n + 1), as in :func:`fastest_split`.
         stages: S, the number of stages.
-        fits: (S, n + 1, n + 1), True where a stage may have layers a..b-1; None if each may.
+        fits: for each stage, (n + 1, n + 1), True in entry [a, b] if the stage may have layers
+            a..b-1; None if each stage may have any layers.
     """
     possible = _possible(seconds.shape[-1] - 1)
     allowed = [possible] * stages if fits is None else [possible & table.T for table in fits]
@@ -201,7 +211,7 @@ def _cheapest(costs: Sequence[np.ndarray], combine: Callable) -> tuple[float, li
 def sums(costs: Sequence[float]) -> np.ndarray:
     """Return an (n + 1, n + 1) table with the sum of costs[a:b] in [a, b], and 0 where a >= b."""
     table = np.zeros((len(costs) + 1, len(costs) + 1))
-    table[:-1, 1:] = np.triu(np.broadcast_to(costs, (len(costs), len(costs))))
+    table[:-1, 1:] = np.tri(len(costs)).T * costs
     return np.cumsum(table, axis=1)
 
 

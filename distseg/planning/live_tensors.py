@@ -420,9 +420,7 @@ class _StageRanges:
 
     def __init__(self, layers: int):
         self._side = layers + 2
-        self._tensors: list[int] = []
-        self._corners: list[int] = []
-        self._signs: list[int] = []
+        self._corners: list[tuple[int, int, int]] = []  # (tensor, index of a and b, sign)
 
     def add(self, tensor: int, first: range, stop: range) -> None:
         """Add a tensor that stages with layers a..b-1 hold, for all a in first and b in stop."""
@@ -432,9 +430,7 @@ class _StageRanges:
             (first.stop, stop.start, -1),
             (first.stop, stop.stop, 1),
         ):
-            self._tensors.append(tensor)
-            self._corners.append(a * self._side + b)
-            self._signs.append(sign)
+            self._corners.append((tensor, a * self._side + b, sign))
 
     def add_first(self, tensor: int, places: Sequence[tuple[int, int]]) -> None:
         """Add a tensor that a stage holds if it has one of some layers.
@@ -454,6 +450,11 @@ class _StageRanges:
                 self.add(tensor, range(first, stop), range(min(layers) + 1, self._side - 1))
             first = stop
 
+    @cached_property
+    def _columns(self) -> np.ndarray:
+        """The three columns of ``_corners``."""
+        return np.array(self._corners).T
+
     def bytes_of(self, sizes: np.ndarray) -> np.ndarray:
         """Return the bytes of the listed tensors that each possible stage holds.
 
@@ -463,8 +464,8 @@ class _StageRanges:
         Returns:
             (n + 1, n + 1) for n layers. Entry [a, b] belongs to a stage with layers a..b-1.
         """
-        weights = sizes[self._tensors] * self._signs
-        changes = np.bincount(self._corners, weights, self._side**2)
+        tensors, corners, signs = self._columns
+        changes = np.bincount(corners, sizes[tensors] * signs, self._side**2)
         return changes.reshape(self._side, self._side).cumsum(0).cumsum(1)[:-1, :-1]
 
 

@@ -6,12 +6,13 @@ every process of the machine takes, and gaps between tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property, lru_cache, reduce
 
 import numpy as np
 
 from distseg.planning.balance import sums
-from distseg.planning.held import Policy, largest_holdings
+from distseg.planning.held import Held, Policy, largest_holdings
 from distseg.planning.live_tensors import StageTensors, TileSizes
 from distseg.planning.machine import Machine
 from distseg.planning.stage_memory import SMALL, TileMemory
@@ -19,6 +20,7 @@ from distseg.planning.tile_grids import TileGrids
 from distseg.runtime.partition import Partition
 
 _MESHES = 64  # number of tiles whose lower bounds are kept
+_LOADS = 256  # number of tables of lower bounds that are kept
 # A bound is made smaller by this factor, so that rounding does not make it larger than the peak.
 _ROUNDED = 1 - 1e-9
 
@@ -35,6 +37,7 @@ class RankMemory:
         self._grids, self._work, self._machine = grids, grids.work, machine
         self._on_tile = lru_cache(None)(self._find_on_tile)
         self._least_on = lru_cache(_MESHES)(self._find_least_on)
+        self._least_load = lru_cache(_LOADS)(self._find_least_load)
         self._least_of_layer = lru_cache(None)(self._find_least_of_layer)
 
     def on(self, machine: Machine) -> RankMemory:
@@ -76,29 +79,39 @@ class RankMemory:
         one = (self._lasting.diagonal(1) + factor * alone).max()
         return float(factor * bounds.full[0, -1]), float(one)
 
-    def least_of_stages(self, stages: int, policy: Policy, tile: TileSizes) -> np.ndarray:
-        """Return lower bounds of the bytes of each stage, for all ranges of layers it may have.
+    def least_of_stages(self, stages: int, policy: Policy, tile: TileSizes) -> Iterator[np.ndarray]:
+        """Yield for each stage lower bounds of its bytes, for all ranges of layers it may have.
+
+        A bound is an array (n + 1, n + 1) for n layers. Entry [a, b] has the bytes of the stage
+        with layers a..b-1.
 
         Args:
-            stages: S, the number of stages.
+            stages: the number of stages.
             policy: the schedule and recomputation.
             tile: the sizes of feature maps on a tile.
-
-        Returns:
-            (S, n + 1, n + 1) for n layers: the bytes of stage s with layers a..b-1 in [s, a, b].
         """
-        network, m, bounds = self._grids.tensors, policy.micro_batches, self._least_on(tile)
+        network, m = self._grids.tensors, policy.micro_batches
         pixels, labels = network.pixels
         fixed = SMALL * (self._buffers + m * self._noted + tile.buffers)
         fixed[0] += m * pixels * tile.maps[0]
         fixed[:, -1] += m * labels * tile.owned + SMALL * network.loss.row * self._work.batch
         fixed = self._machine.base + _ROUNDED * (self._lasting + self._machine.spread * fixed)
-        loads = (
-            reduce(np.maximum, map(bounds.load, largest_holdings(stage, stages, policy)))
-            for stage in range(stages)
-        )
         factor = _ROUNDED * SMALL * self._machine.spread
-        return np.stack([fixed + factor * load for load in loads])
+        for stage in range(stages):
+            held = largest_holdings(stage, stages, policy)
+            # The bounds of these tensors are 0, and more stages then hold the same.
+            alike = frozenset(h._replace(put_off=0, passing=False, copied=0) for h in held)
+            yield fixed + factor * self._least_load(tile, alike)
+
+    def _find_least_load(self, tile: TileSizes, held: frozenset[Held]) -> np.ndarray:
+        """Return lower bounds of the bytes of tensors that all possible stages hold at once.
+
+        Args:
+            tile: the sizes of feature maps on a tile.
+            held: the numbers of micro-batches that a stage holds at different moments.
+        """
+        bounds = self._least_on(tile)
+        return reduce(np.maximum, (bounds.load(one) for one in held))
 
     @cached_property
     def _lasting(self) -> np.ndarray:

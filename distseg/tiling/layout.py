@@ -287,7 +287,6 @@ class TileBorders:
 
     def __init__(self, graph: Graph, dim: int, maps: list[_Map]):
         self.graph, self.dim, self.maps = graph, dim, maps
-        self.needs = lru_cache(None)(self._needs)
         self.only = lru_cache(None)(self._only)
         self.cells = lru_cache(None)(self._cells)
 
@@ -330,7 +329,7 @@ class TileBorders:
                 return True
         return False
 
-    def _needs(self, points: frozenset[int]) -> list[LayerSpans]:
+    def needs(self, points: frozenset[int]) -> list[LayerSpans]:
         """Return, for each node, the spans of cells that tiles hold, read and compute.
 
         Each tile holds at least the cells that it owns.

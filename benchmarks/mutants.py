@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant("a scale leaves the translation before it", "data/formats/ngff.py", "translation = [float(n) * t for n, t in zip(numbers, translation)]", "translation = [float(t) for n, t in zip(numbers, translation)]", "ome_zarr"),
     Mutant("a slice has the spacing of the volume's first dims", "data/formats/ome_zarr_writer.py", "scale = np.sqrt((matrix[:, 1:] ** 2).sum(0))[-dims:]", "scale = np.sqrt((matrix[:, 1:] ** 2).sum(0))[:dims]", "ome_zarr_maps"),
     Mutant("overviews show that there is no data first", "report/shrink.py", "        if label == nodata:\n            continue\n", "", "ome_zarr_maps"),
-    Mutant("halo messages go in one direction", "planning/mesh_search.py", "found.append((there + message, back + message))", "found.append((there + message, back))", "layouts"),
+    Mutant("halo messages go in one direction", "planning/mesh_search.py", "found[number] = there + message, back + message", "found[number] = there + message, back", "layouts"),
     Mutant("a tile is sent the cells that it has", "planning/tile_grids.py", "first * (needed - had)", "first * needed", "layouts"),
     Mutant("a sum over ranks sends each number once", "planning/machine.py", "return 2 * (ranks - 1) / ranks * size / speed", "return (ranks - 1) / ranks * size / speed", "rates"),
     Mutant("ranks of a node do not share the network", "planning/machine.py", "speed = self.link if ranks <= self.ranks else self.network / self.ranks", "speed = self.link if ranks <= self.ranks else self.network", "rates"),

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
@@ -162,13 +163,13 @@ class _Stages:
         return replace(self.costs, layers=tuple(layers))
 
 
-@dataclass(order=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """Layout in the queue of a search, which looks first at the one with the smallest ``least``.
 
     Attributes:
         least: lower bound of the seconds of a step.
-        place: the index of the layout in the order of :meth:`Planner.candidates`.
+        place: the index of the layout in the order of :meth:`Planner.candidates`. No two layouts in
+            the queue have the same, so that the queue never compares layouts.
         layout: the layout.
         tile: sizes of tensors on the slowest tile; None until ``least`` is computed with these
             sizes.
@@ -178,10 +179,10 @@ class _Candidate:
 
     least: float
     place: int
-    layout: MeshLayout = field(compare=False)
-    tile: TileSizes | None = field(default=None, compare=False)
-    split: bool = field(default=False, compare=False)
-    stages: _Stages | None = field(default=None, compare=False)
+    layout: MeshLayout
+    tile: TileSizes | None = None
+    split: bool = False
+    stages: _Stages | None = None
 
 
 class _Found:
@@ -281,6 +282,7 @@ class Planner:
         self.work, self.machine, self.grids = work, machine, TileGrids(work)
         self._memory = RankMemory(self.grids, machine)
         self.limit = machine.memory if limit is None else limit
+        self._alone = lru_cache(None)(self._find_alone)
         self._seconds_on = lru_cache(None)(self._find_seconds_on)
         self._fastest_split = lru_cache(None)(self._find_fastest_split)
         self._cut_on = lru_cache(None)(self._find_cut)
@@ -342,9 +344,9 @@ class Planner:
                 add_again(one)
             elif one.tile is None:
                 tile = self.grids.tile_work(layout.tiles, layout.exchange).sizes
-                heappush(queue, replace(one, least=self.least_seconds(layout), tile=tile))
+                heappush(queue, one._replace(least=self.least_seconds(layout), tile=tile))
             elif layout.stages > 1 and not one.split:
-                heappush(queue, replace(one, least=self._least_of_split(layout), split=True))
+                heappush(queue, one._replace(least=self._least_of_split(layout), split=True))
             else:
                 try:
                     stages = self._cut(layout)
@@ -353,7 +355,7 @@ class Planner:
                     continue
                 least = self._least_of(layout, stages)
                 if stages.memory <= self.limit:
-                    heappush(queue, replace(one, least=least, stages=stages))
+                    heappush(queue, one._replace(least=least, stages=stages))
                 else:
                     found.add_too_large(layout, stages, least, one.place)
                     add_again(one)
@@ -425,37 +427,30 @@ class Planner:
 
     def _find_seconds_on(self, layers: _LayersOnTile) -> Seconds:
         """Return the seconds of the layers on the slowest tile, including the time of messages."""
-        alone, halos = self._alone(layers.tile), self._halos(layers)
-        each = list(zip(alone, halos, self._norms(layers)))
-        forward, backward = ([sum(part[way] for part in parts) for parts in each] for way in (0, 1))
-        return Seconds(forward, backward)
+        each = self._alone(layers.tile) + self._halos(layers) + self._norms(layers)
+        return Seconds(*each.T.tolist())
 
-    def _alone(self, tile: TileWork) -> list[tuple[float, float]]:
-        """Return the seconds of each layer without exchanges, forward and backward."""
-        call, traffic = self.machine.call, self.machine.traffic
-        return [
-            (
-                share * layer.forward + call + there / traffic,
-                share * layer.backward + call + back / traffic,
-            )
-            for share, layer, (there, back) in zip(tile.shares, self.work.costs.layers, tile.copies)
-        ]
+    def _find_alone(self, tile: TileWork) -> np.ndarray:
+        """Return the seconds of each layer without exchanges: (n, 2), forward and backward."""
+        costs = self.work.costs
+        passes = np.array([costs.forward, costs.backward]).T
+        shares, copies = np.array(tile.shares)[:, None], np.array(tile.copies)
+        return shares * passes + self.machine.call + copies / self.machine.traffic
 
-    def _halos(self, layers: _LayersOnTile) -> list[tuple[float, float]]:
-        """Return the seconds of the halo exchange before each layer, forward and backward."""
-        machine, found = self.machine, []
-        for (size, count), owned in zip(layers.tile.halos, layers.tile.owned):
+    def _halos(self, layers: _LayersOnTile) -> np.ndarray:
+        """Return the seconds of halo exchanges before each layer: (n, 2), forward and backward."""
+        machine, tile = self.machine, layers.tile
+        found = np.zeros((len(tile.halos), 2))
+        for number, ((size, count), owned) in enumerate(zip(tile.halos, tile.owned)):
             if count:
                 message = machine.message(layers.neighbours, size, count)
                 there, back = exchange_seconds(machine, owned, size)
-                found.append((there + message, back + message))
-            else:
-                found.append((0.0, 0.0))
+                found[number] = there + message, back + message
         return found
 
-    def _norms(self, layers: _LayersOnTile) -> list[tuple[float, float]]:
-        """Return the seconds that each layer takes for shared statistics, forward and backward."""
-        found = [(0.0, 0.0)] * len(layers.tile.shares)
+    def _norms(self, layers: _LayersOnTile) -> np.ndarray:
+        """Return the seconds of the layers' shared statistics: (n, 2), forward and backward."""
+        found = np.zeros((len(layers.tile.shares), 2))
         for number in self.work.norms if layers.norm else ():
             size = layers.tile.shares[number] * self.work.bytes_of(number + 1)
             there, back = norm_seconds(self.machine, size)

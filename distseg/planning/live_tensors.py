@@ -138,6 +138,11 @@ class NetworkTensors:
         return self.layers[source - 1].result if source else 0
 
     @cached_property
+    def last_read(self) -> dict[int, list[int]]:
+        """For each layer, the numbers of the feature maps that it is the last layer to read."""
+        return last_readings(self.reads, range(len(self.reads)))
+
+    @cached_property
     def readers(self) -> dict[int, list[tuple[int, int]]]:
         """For each feature map, its readers: the layer, and the place among the layer's inputs."""
         found: dict[int, list[tuple[int, int]]] = {}
@@ -677,11 +682,9 @@ class _Walk:
         self.layers, self.incoming, self.outgoing = layers, incoming, outgoing
         self.bytes = self.peak = self.postponed = 0.0
         self._sizes: dict[Hashable, float] = {}
-        self._kept: dict[int, list[Hashable]] = {}  # by layer: what autograd keeps for it
         self._holders: dict[Hashable, int] = {}
         self._made = 0
-        sources = {source for number in layers for source in self.network.reads[number]}
-        self._given = {source for source in sources if source <= layers.start} | set(incoming)
+        self._given = set(incoming) if layers.start else {0, *incoming}  # Map 0 is the image.
         for source in self._given:
             self._hold_tensor(self.network.of_map(source))
 
@@ -735,7 +738,6 @@ class _Walk:
             keep: True if autograd keeps tensors for a backward pass.
         """
         network, self.peak = self.network, self.bytes
-        frees = last_readings(network.reads, self.layers, self.outgoing)
         # Autocast keeps the copies of weights until the pass has ended.
         casts = sum(network.layers[n].parameters for n in self.layers) * network.cast_bytes
         self._hold("casts", 0.0 if keep else casts)
@@ -746,10 +748,11 @@ class _Walk:
             self._hold_tensor(layer.result)
             self._note(layer.forward * self.tile.maps[number + 1])
             if keep:
-                self._kept[number] = [self._hold(*one) for one in self.tensors.kept[number]]
+                for key, size in self.tensors.kept[number]:
+                    self._hold(key, size)
             if frame:
                 self._drop(("frame", number))
-            for source in frees[number]:
+            for source in network.last_read[number]:
                 if source not in self._given:
                     self._drop(network.of_map(source))
         if self.layers.stop == len(network.layers):
@@ -778,7 +781,7 @@ class _Walk:
             self._holders[pending[source]] += 1  # The stage holds it until the pass has ended.
         waiting: list[tuple[list[Hashable], float]] = []
         for number in reversed(self.layers):
-            layer, kept = network.layers[number], self._kept[number]
+            layer, kept = network.layers[number], [key for key, _ in tensors.kept[number]]
             gradient = pending.pop(number + 1, None)
             if gradient is None:
                 for key in kept:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import ge
 from typing import Literal, NamedTuple, get_args
-
-import numpy as np
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.schedule import SCHEDULES, splits
@@ -186,7 +185,9 @@ def largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]
 
 @lru_cache(1 << 14)
 def _largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]:
-    found = list(holdings(stage, stages, policy))
-    numbers = np.array(found, dtype=np.int64)
-    at_least = (numbers[:, None] >= numbers).all(2)  # [i, j]: i holds at least as much as j
-    return frozenset(one for one, others in zip(found, at_least.sum(0)) if others == 1)
+    found: list[Held] = []
+    # If a moment holds at least as much of every kind as another one, it comes before that one.
+    for one in sorted(holdings(stage, stages, policy), key=sum, reverse=True):
+        if not any(all(map(ge, other, one)) for other in found):
+            found.append(one)
+    return frozenset(found)

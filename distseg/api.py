@@ -51,6 +51,7 @@ from distseg.layers.own_loss import PixelLoss, SumLoss
 from distseg.models.bands import channels_of, dims_of, record_images
 from distseg.models.capture.capture import as_network
 from distseg.models.capture.checks import joins_images
+from distseg.models.joined import MeasuredOutputs, measured_outputs
 from distseg.models.layers import padded
 from distseg.models.own import built
 from distseg.runtime.precision import emulation
@@ -213,8 +214,10 @@ def distribute(
         norm_scope: ``group`` if batch norm sees the images of one sample group, ``step`` if it sees
             the images of all groups.
         inputs: number of bands of each input, if the module takes several.
-        outputs: names or numbers of the outputs to train, if the module returns several. Prediction
-            returns the first of these.
+        outputs: names or numbers of the outputs to train, if the module returns several. They may
+            differ in their number of channels. Maps that are smaller than the image are resized to
+            it, linearly with ``align_corners=False``. Prediction returns the first of these, or
+            those that you name.
         pad: zero-pad images at the end to a multiple of this many pixels.
         in_channels: number of bands of an image, if the module does not determine it.
         seed: seed of the masks of dropout.
@@ -242,7 +245,8 @@ def distribute(
         _check_counts(micro_batches=micro_batches, pad=pad, in_channels=in_channels)
         _check_module(module)
         order = list(module.state_dict())
-        network = _network(module, inputs, outputs, pad, in_channels)
+        names = outputs and [str(name) for name in outputs]
+        network, measured = _network(module, inputs, names, pad, in_channels)
         precision = precision or _precision_of(module)
         bands, channels = channels_of(network)
         dims = dims_of(network)
@@ -291,9 +295,22 @@ def distribute(
         warnings.warn(text, stacklevel=2)
     dtype = torch.float64 if precision == "fp64" else torch.float32
     returned = Outputs(channels, dims, engine.model.of_image, dtype)
-    names = outputs and [str(name) for name in outputs]
-    changes = ModuleChanges(module)
-    return DistributedModel(network, engine, bands, returned, names, inputs, order, joined, changes)
+    channels_by_name = None
+    if names:
+        each = measured.channels if measured else [channels] * len(names)
+        channels_by_name = dict(zip(names, each, strict=True))
+    return DistributedModel(
+        network,
+        engine,
+        bands,
+        returned,
+        channels_by_name,
+        inputs,
+        order,
+        joined,
+        measured is not None and measured.in_evaluation,
+        ModuleChanges(module),
+    )
 
 
 def _axes_of(mesh: DeviceMesh) -> tuple[int, tuple[int, ...], int]:
@@ -442,21 +459,22 @@ def _network(
     outputs: Sequence[str] | None,
     pad: int | None,
     in_channels: int | None,
-) -> nn.Module:
+) -> tuple[nn.Module, MeasuredOutputs | None]:
     """Return a network of layers that distseg can distribute, with the module's own parameters.
 
     The arguments are those of :func:`distribute`. A module of several inputs or outputs is wrapped,
-    so that it takes one image and returns one map. If the module cannot be captured as a network of
-    layers, it is returned unchanged.
+    so that it takes one image and returns one map, and the channels of its outputs are returned. If
+    the module cannot be captured as a network of layers, it is returned unchanged.
 
     Raises:
         ValueError: the arguments do not fit the module.
     """
-    names = outputs and tuple(str(name) for name in outputs)
-    made = built(type(module).__name__, lambda: module, {}, None, inputs, names)
+    names = outputs and tuple(outputs)
+    made = built(type(module).__name__, lambda: module, {}, None, inputs, names, any_channels=True)
     if in_channels is not None:
         record_images(made, in_channels)
-    return as_network(made if pad is None else padded(made, pad))
+    measured = measured_outputs(made)
+    return as_network(made if pad is None else padded(made, pad)), measured
 
 
 def _precision_of(module: nn.Module) -> Literal["fp32", "fp64"]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from distseg.config.sizes import Size
+from distseg.layers.packed_targets import TargetForm
 from distseg.tiling.tile import Box
 
 _WIDER = {np.dtype("u2"): np.int32, np.dtype("u4"): np.int64, np.dtype("u8"): np.int64}
@@ -85,6 +86,18 @@ class Arrays:
         shape = tuple(map(int, self._shape(0)))[self._batch is not None :]
         array = self._images[0] if self._batch is None else self._batch
         return str(array.dtype), shape[: len(shape) - self.dims]
+
+    @property
+    def target_form(self) -> TargetForm:
+        """The dtype, after :func:`widened`, and the channels of the first target."""
+        array = self._images[0] if self._batch is None else self._batch
+        dtype = array.dtype
+        if not isinstance(dtype, torch.dtype):
+            dtype = torch.from_numpy(np.empty(0, _readable(dtype))).dtype
+        lead = self.form[1]
+        return TargetForm(
+            dtype if dtype.is_floating_point else torch.int64, lead[0] if lead else None
+        )
 
     def _shape(self, image: int):
         return self._images[image].shape if self._batch is None else self._batch.shape
@@ -161,6 +174,18 @@ class Stacked:
         return torch.cat([part.read(images, box) for part in self.parts], 1)
 
 
+class OutputTargets:
+    """Targets of several outputs of a network, one for each output.
+
+    Args:
+        parts: the targets of each output: images, or one number for each image (images,).
+        forms: the dtype and the channels of the targets of each output.
+    """
+
+    def __init__(self, parts: Sequence[Arrays | Tensor], forms: Sequence[TargetForm]):
+        self.parts, self.forms = list(parts), list(forms)
+
+
 def _array(given, what: str):
     """Return ``given`` unchanged if it is an array, and as a tensor if it is a number.
 
@@ -201,6 +226,18 @@ def _read(array, lead: tuple, box: Box, dims: int) -> Tensor:
     if isinstance(found, Tensor):
         return found.detach()
     found = np.asarray(found)
-    return torch.from_numpy(
-        np.ascontiguousarray(found, dtype=_WIDER.get(found.dtype, found.dtype.newbyteorder("=")))
-    )
+    return torch.from_numpy(np.ascontiguousarray(found, dtype=_readable(found.dtype)))
+
+
+def _readable(dtype) -> np.dtype:
+    """Return the dtype that PyTorch has for values of a NumPy dtype."""
+    dtype = np.dtype(dtype)
+    return np.dtype(_WIDER.get(dtype, dtype.newbyteorder("=")))
+
+
+def widened(targets: Tensor) -> Tensor:
+    """Return integer targets as int64 and floating-point targets unchanged.
+
+    In a smaller integer dtype, labels could not be compared with any ``ignore_index``.
+    """
+    return targets if targets.is_floating_point() else targets.long()

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distseg.layers.packed_targets import TargetForm, unpack
+
 
 class Outputs(NamedTuple):
     """Number of channels and dims of a network's output.
@@ -184,6 +186,10 @@ class WeightedSum(Criterion):
     def check(self, outputs: Outputs, target: Tensor) -> None:
         for _, part in self.parts:
             part.check(outputs, target)
+        self._check_ignored(outputs, target)
+
+    def _check_ignored(self, outputs: Outputs, target: Tensor) -> None:
+        """Refuse criteria of several ``ignore_index`` if they get the same labels of images."""
         ignored = [part.ignore_index for _, part in self.parts]
         if outputs.whole and len(set(ignored)) > 1 and not target.is_floating_point():
             raise ValueError(
@@ -195,12 +201,49 @@ class WeightedSum(Criterion):
 
 
 class OfOutputs(WeightedSum):
-    """Weighted sum of criteria (losses), one for each output of a network with several outputs.
+    """Sum of criteria (losses), one for each output of a network with several outputs.
 
-    The logits hold the outputs one after another along the channels, each with the same number of
-    channels. All criteria get the same target.
+    The logits hold the outputs one after another along the channels. All outputs have the same
+    target, or each output has its own one.
+
+    Args:
+        parts: the criterion of each output.
+        channels: the number of channels of each output.
+
+    Attributes:
+        forms: the dtype and channels of the target of each output, whose targets are packed into
+            one tensor (:mod:`distseg.layers.packed_targets`); None if all outputs have one target.
     """
 
+    def __init__(self, parts: Sequence[Criterion], channels: Sequence[int]):
+        super().__init__([(1.0, part) for part in parts])
+        self.channels = list(channels)
+        self.forms: Sequence[TargetForm] | None = None
+
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        outputs = logits.chunk(len(self.parts), 1)
-        return torch.cat([part.rows(z, target) for (_, part), z in zip(self.parts, outputs)], 1)
+        outputs = logits.split(self.channels, 1)
+        return torch.cat(
+            [part.rows(z, t) for part, z, t in zip(self.of_each, outputs, self._targets(target))], 1
+        )
+
+    def counts(self, target: Tensor) -> Tensor:
+        targets = self._targets(target)
+        return torch.cat([part.counts(t) for part, t in zip(self.of_each, targets)], 1)
+
+    def check(self, outputs: Outputs, target: Tensor) -> None:
+        targets = self._targets(target)
+        for part, channels, own in zip(self.of_each, self.channels, targets):
+            part.check(outputs._replace(channels=channels), own)
+        if self.forms is None:
+            self._check_ignored(outputs, target)
+
+    @property
+    def of_each(self) -> list[Criterion]:
+        """The criterion of each output."""
+        return [part for _, part in self.parts]
+
+    def _targets(self, target: Tensor) -> list[Tensor]:
+        """Return the target of each output."""
+        if self.forms is None:
+            return [target] * len(self.parts)
+        return unpack(target, self.forms)

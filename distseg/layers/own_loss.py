@@ -98,6 +98,8 @@ class PixelLoss(Criterion):
                 f"and the network has {logits.shape[1]} classes: correct the labels, or mark "
                 f"pixels as invalid by the label {self.ignore_index}"
             ) from e
+        # With a float32 target some of PyTorch's losses return float32 for logits in float64.
+        each = each.to(torch.promote_types(each.dtype, logits.dtype))
         total = each.where(self._mask(valid, each.shape), 0).flatten(1).sum(1)
         return torch.stack((total, self.counts(target)[:, 1].to(total)), 1)
 
@@ -321,7 +323,7 @@ class SumLoss(Criterion):
 
 
 def criterion_of(
-    given, channels: int, outputs: Sequence[str] | None = None, ignore_index: int = -100
+    given, channels: int, outputs: Mapping[str, int] | None = None, ignore_index: int = -100
 ) -> Criterion:
     """Turn a loss, in any form in which a user may give it, into a :class:`Criterion`.
 
@@ -331,15 +333,15 @@ def criterion_of(
             :class:`distseg.config.settings.LossConfig`. Or a mapping from the name or the
             number of each output to one of these. Without a mapping, each output gets the same
             criterion.
-        channels: number of channels of one output.
-        outputs: names of the network's outputs, if it has several.
+        channels: number of channels of the output, if it is the only one.
+        outputs: number of channels of each output by its name, if the network has named outputs.
         ignore_index: label of invalid pixels, for a loss that is given by its name.
 
     Raises:
         ValueError: ``given`` is none of these, or its outputs are not those of the network.
     """
     if isinstance(given, Mapping):
-        names = outputs or ()
+        names = outputs or {}
         given = {str(name): one for name, one in given.items()}  # 0 and "0" name the first output
         if set(given) != set(names):
             raise ValueError(
@@ -347,12 +349,11 @@ def criterion_of(
                 f"outputs of distseg.distribute is {', '.join(names) or 'None'}: give one "
                 "criterion for each name in outputs, or a single criterion instead of a dict"
             )
-        return OfOutputs(
-            [(1.0, criterion_of(given[name], channels, None, ignore_index)) for name in names]
-        )
-    if outputs and len(outputs) > 1:
-        one = criterion_of(given, channels, None, ignore_index)
-        return OfOutputs([(1.0, one) for _ in outputs])
+    elif outputs:
+        given = dict.fromkeys(outputs, given)
+    if outputs:
+        parts = [criterion_of(given[name], n, None, ignore_index) for name, n in outputs.items()]
+        return OfOutputs(parts, list(outputs.values()))
     if isinstance(given, str):
         given = LossConfig(name=given, ignore_index=ignore_index)
     if isinstance(given, LossConfig):
@@ -365,7 +366,18 @@ def criterion_of(
             "give distseg.PixelLoss(function), distseg.SumLoss(function, value), a loss of PyTorch "
             "such as torch.nn.CrossEntropyLoss(), or a name such as 'cross_entropy + 0.5*dice'"
         )
-    return given
+    return _copied(given)
+
+
+def _copied(criterion: Criterion) -> Criterion:
+    """Return a copy of a criterion, whose ``check`` does not change the user's own one.
+
+    A check stores what it finds, such as the number of values at each pixel, which differs between
+    models and outputs that share one criterion. Classes of users are returned as they are.
+    """
+    if type(criterion) is WeightedSum:
+        return WeightedSum([(weight, _copied(part)) for weight, part in criterion.parts])
+    return copy.copy(criterion) if isinstance(criterion, (PixelLoss, SumLoss)) else criterion
 
 
 def _mean_of(loss: nn.Module) -> PixelLoss:

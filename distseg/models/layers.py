@@ -423,19 +423,23 @@ class DropImage(nn.Module):
 class MainOutput(nn.Module):
     """A layer that keeps the first of several outputs in evaluation, and all outputs in training.
 
-    The outputs are stacked along the channels. Shapes in evaluation are (N, outputs * C, *size) ->
-    (N, C, *size).
+    The outputs are stacked along the channels. Shapes in evaluation are (N, C, *size) ->
+    (N, C * part / whole, *size).
+
+    Args:
+        part, whole: the number of channels of the first output and of all outputs, or a pair of
+            numbers in the same proportion.
     """
 
-    def __init__(self, outputs: int):
+    def __init__(self, part: int, whole: int):
         super().__init__()
-        self.outputs = outputs
+        self.part, self.whole = part, whole
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self.training else x[:, : x.shape[1] // self.outputs]
+        return x if self.training else x[:, : x.shape[1] * self.part // self.whole]
 
     def extra_repr(self) -> str:
-        return str(self.outputs)
+        return f"{self.part} of {self.whole}"
 
 
 class Step(NamedTuple):

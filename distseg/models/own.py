@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from distseg.models.bands import bands_of, dims_of, fitting, is_recorded, record_images
-from distseg.models.joined import WrongEnds, joined
+from distseg.models.joined import WrongEnds, joined, measure_outputs
 from distseg.models.layers import on_meta, outline, skip_store
 from distseg.models.meta import OnMeta
-from distseg.models.passes import scripted
+from distseg.models.passes import eager, scripted
 from distseg.models.user_errors import user_error, user_errors
 
 
@@ -103,6 +103,7 @@ def built(
     own: dict | None = None,
     inputs: Sequence[int] | None = None,
     outputs: Sequence[str] | None = None,
+    any_channels: bool = False,
 ) -> nn.Module:
     """Return the network that a user's function builds.
 
@@ -114,6 +115,7 @@ def built(
         own: the arguments in the setting ``model.args``, which replace ``arguments`` of the same
             meaning.
         inputs, outputs: see :func:`distseg.models.joined.joined`.
+        any_channels: True if the outputs may differ in their number of channels.
 
     Raises:
         ValueError: the function does not take the arguments, fails, or returns something that is
@@ -153,6 +155,8 @@ def built(
             "write it in plain PyTorch"
         ) from e
     if outputs is not None:
+        if any_channels:
+            _measure_outputs(model)
         _check_outputs(name, model)
     return model
 
@@ -269,6 +273,20 @@ def _check_leaves(name: str, model: nn.Module) -> None:
                 f"({type(layer).__name__}) is computed by hooks, as torch.nn.utils.weight_norm "
                 f"does: use torch.nn.utils.parametrizations.weight_norm"
             )
+
+
+@torch.no_grad()
+def _measure_outputs(model: nn.Module) -> None:
+    """Run :func:`distseg.models.joined.measure_outputs` with an image of 256 pixels along each dim.
+
+    Args:
+        model: the network, changed by :func:`distseg.models.joined.joined`.
+    """
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    size = (256,) * dims_of(model)
+    with skip_store({}), eager(), OnMeta():
+        image = torch.empty(2, bands_of(model), *size, device="meta", dtype=dtype)
+        measure_outputs(model, outline, image)
 
 
 @torch.no_grad()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -18,12 +19,13 @@ from distseg.comm.reducer import clip_factor
 from distseg.comm.replicas import broadcast
 from distseg.comm.staging import upload
 from distseg.config.sizes import Size
-from distseg.data.arrays import Arrays, Stacked
+from distseg.data.arrays import Arrays, OutputTargets, Stacked, widened
 from distseg.data.sampler import Rows
 from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
-from distseg.layers.criterion import Criterion, Outputs, sum_tensors
+from distseg.layers.criterion import Criterion, OfOutputs, Outputs, sum_tensors
 from distseg.layers.own_loss import criterion_of, mark_of
+from distseg.layers.packed_targets import TargetForm, pack
 from distseg.models.network import check_calls, check_size, user_name, user_names
 from distseg.tiling.tile import Box, TilePlacement, check_grid, owned_tiles
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images, on_tile
@@ -67,13 +69,13 @@ class _Given(NamedTuple):
         argument: the user's argument. It is kept, so that no other object gets its id.
         criterion: the criterion.
         mark: a text by which ranks see that they have the same criterion.
-        form: the dtype and the channels of the targets with which it was checked last.
+        form: the dtypes and the channels of the targets with which it was checked last.
     """
 
     argument: object
     criterion: Criterion
     mark: str
-    form: tuple[str, tuple[int, ...]]
+    form: tuple
 
 
 class _Unsummed(NamedTuple):
@@ -104,10 +106,13 @@ class DistributedModel(nn.Module):
         engine: the steps of the network on the mesh.
         bands: number of bands of an image.
         returned: description of the output of the whole network, such as its channels.
-        outputs: names of the outputs that are trained, if the module returns several.
+        outputs: number of channels of each output that is trained, by its name, if the module
+            returns several.
         inputs: number of bands of each input, if the module takes several.
         order: names of the tensors of the user's module, in the order of its state dict.
         joins_images: True if the images of a batch influence each other even in evaluation mode.
+        evaluates_all: True if the network's result has all ``outputs`` in evaluation mode too, and
+            not the first one only.
         changes: finds changes that are made to the user's module later; None to look for none.
     """
 
@@ -117,10 +122,11 @@ class DistributedModel(nn.Module):
         engine: Engine,
         bands: int,
         returned: Outputs,
-        outputs: Sequence[str] | None = None,
+        outputs: Mapping[str, int] | None = None,
         inputs: Sequence[int] | None = None,
         order: Sequence[str] = (),
         joins_images: bool = False,
+        evaluates_all: bool = False,
         changes: ModuleChanges | None = None,
     ):
         super().__init__()
@@ -138,7 +144,8 @@ class DistributedModel(nn.Module):
 
         The masks of dropout depend on it too.
         """
-        self._inputs, self._output_names = inputs, outputs
+        self._inputs, self._named_outputs = inputs, outputs
+        self._evaluates_all = evaluates_all
         self._bands, self._outputs, self._dims = bands, returned, returned.dims
         self._trained = set(engine.parameters)
         self._criteria: dict[object, _Given] = {}
@@ -340,10 +347,12 @@ class DistributedModel(nn.Module):
             image: (B, C, *size) or (C, *size), normalised as the module takes it, or a list of
                 images (C, *size) of any sizes. A tuple of these if the module takes several inputs.
             target: one target for each image: (B, *size), or (B, C', *size) for C' values at each
-                pixel. If the module returns one vector per image: (B,) or a number.
-            criterion: a :class:`distseg.PixelLoss`, a :class:`distseg.SumLoss`, a weighted sum of
-                these, the name of a loss such as ``cross_entropy + 0.5*dice``, or a dict from the
-                names of outputs to one of these.
+                pixel. If the module returns one vector per image: (B,) or a number. A dict from the
+                names of outputs to one of these if outputs have different targets.
+            criterion: a :class:`distseg.PixelLoss`, a :class:`distseg.SumLoss`, a loss of PyTorch
+                such as ``nn.CrossEntropyLoss()``, a weighted sum of these, the name of a loss such
+                as ``cross_entropy + 0.5*dice``, or a dict from the names of outputs to one of
+                these.
             scale: factor of the gradient, such as ``scaler.get_scale()`` or 1 / (number of calls
                 whose gradients are accumulated). The backward pass begins with it. The returned
                 loss is not scaled.
@@ -485,10 +494,15 @@ class DistributedModel(nn.Module):
                 )
         return images
 
-    def _targets(self, given, images: Arrays | Stacked):
-        """Return the targets that the user gave, or refuse them if they do not fit the images."""
+    def _targets(self, given, images: Arrays | Stacked) -> Arrays | Tensor | OutputTargets:
+        """Return the targets that the user gave, or refuse them if they do not fit the images.
+
+        The result is a tensor (images,) if the module returns one vector per image.
+        """
+        if isinstance(given, Mapping):
+            return self._targets_of_outputs(given, images)
         if self._outputs.whole:
-            labels = _widened(torch.as_tensor(given).flatten())
+            labels = widened(torch.as_tensor(given).flatten())
             if len(labels) != len(images):
                 raise ValueError(
                     f"there are {len(images)} images, but {len(labels)} targets: give one target "
@@ -509,7 +523,27 @@ class DistributedModel(nn.Module):
                 )
         return targets
 
-    def _criterion(self, given, targets) -> _Given:
+    def _targets_of_outputs(self, given: Mapping, images: Arrays | Stacked) -> OutputTargets:
+        """Return the targets of all outputs, which the user gave by the names of the outputs."""
+        named = {str(name): one for name, one in given.items()}
+        names = self._named_outputs or {}
+        if set(named) != set(names):
+            raise ValueError(
+                f"the target has the keys {', '.join(named)}, but the argument outputs of "
+                f"distseg.distribute is {', '.join(names) or 'None'}: give one target for each "
+                "name in outputs, or a single target for all outputs"
+            )
+        parts, forms = [], []
+        for name in names:
+            part = self._targets(named[name], images)
+            assert not isinstance(part, OutputTargets)
+            parts.append(part)
+            forms.append(
+                TargetForm(part.dtype, None) if isinstance(part, Tensor) else part.target_form
+            )
+        return OutputTargets(parts, forms)
+
+    def _criterion(self, given, targets: Arrays | Tensor | OutputTargets) -> _Given:
         """Return the criterion that the user's argument stands for.
 
         It is checked at its first use, and again when targets have another dtype or other channels.
@@ -520,25 +554,31 @@ class DistributedModel(nn.Module):
                 targets.
         """
         key = given if isinstance(given, str) else id(given)
-        form = (str(targets.dtype), ()) if self._outputs.whole else targets.form
+        form = _form_of(targets)
         known = self._criteria.get(key)
         if known is None:
-            made = criterion_of(given, self._outputs.channels, self._output_names)
+            made = criterion_of(given, self._outputs.channels, self._named_outputs)
             known = _Given(given, made, mark_of(given), form)
         elif known.form == form:
             return known
-        if self._outputs.whole:
-            example = targets.view(-1, *(1,) * self._dims)
-        else:
-            size = targets.size(0)
-            example = targets.read([0], Box.whole(tuple(min(n, 64) for n in size)))
-        known.criterion.check(self._outputs, example)
+        if isinstance(known.criterion, OfOutputs):
+            known.criterion.forms = form if isinstance(targets, OutputTargets) else None
+        known.criterion.check(self._outputs, self._example(targets))
         self._criteria[key] = known = known._replace(form=form)
         if len(self._criteria) > _MOST_CRITERIA:
             old = self._criteria.pop(next(iter(self._criteria))).criterion
             for used in [used for used in self._unused if used[0] is old]:
                 del self._unused[used]
         return known
+
+    def _example(self, targets: Arrays | Tensor | OutputTargets) -> Tensor:
+        """Return a part of the targets, with which a criterion is checked."""
+        if isinstance(targets, OutputTargets):
+            return pack([self._example(part) for part in targets.parts], targets.forms)
+        if isinstance(targets, Tensor):
+            return targets.view(-1, *(1,) * self._dims)
+        size = targets.size(0)
+        return widened(targets.read([0], Box.whole(tuple(min(n, 64) for n in size))))
 
     def _check_frozen(self) -> None:
         """Refuse a step under ``no_grad``, or after ``requires_grad`` of a parameter changed.
@@ -686,9 +726,13 @@ class DistributedModel(nn.Module):
             criterion: the loss, whose ``ignore_index`` marks labels that do not count.
             box: the box of pixels.
         """
-        if self._outputs.whole:
+        if isinstance(targets, OutputTargets):
+            assert isinstance(criterion, OfOutputs)
+            parts = zip(targets.parts, criterion.of_each, strict=True)
+            return pack([self._labels(part, group, one, box) for part, one in parts], targets.forms)
+        if isinstance(targets, Tensor):
             return labels_of_images(targets[group], box, criterion.ignore_index)
-        return _widened(targets.read(group, box))
+        return widened(targets.read(group, box))
 
     # Gradients: autograd adds up this rank's part. The sum of all parts over the replicas is then
     # added to the gradients of earlier calls.
@@ -941,9 +985,12 @@ class DistributedModel(nn.Module):
     def predict(self, image: Tensor | np.ndarray) -> Tensor: ...
 
     @overload
+    def predict(self, image: object, outputs: Sequence[str]) -> dict[str, Tensor]: ...
+
+    @overload
     def predict(self, image: object) -> Tensor | list[Tensor]: ...
 
-    def predict(self, image):
+    def predict(self, image, outputs=None):
         """Return the logits of whole images, on every rank.
 
         All ranks must call it together, with the same images. Norms and dropout are in evaluation
@@ -951,18 +998,28 @@ class DistributedModel(nn.Module):
 
         Args:
             image: as for :meth:`backward`.
+            outputs: names or numbers of the outputs to return, if the module returns several. The
+                result is then a dict from each name to the logits of the output. By default the
+                logits of the first output in ``outputs`` of :func:`distseg.distribute` are
+                returned.
 
         Returns:
             (B, C', *size) for a batch, (C', *size) for one image, and a list of these for a list of
-            images. C' is the number of outputs of the network. If the network returns one vector
+            images. C' is the number of channels of the output. If the network returns one vector
             per image: (B, C') or (C',). The dtype is float64 if the network is in float64, else
             float32.
+
+        Raises:
+            ValueError: the images do not fit the network or differ between ranks, or the network
+                does not return one of ``outputs`` in evaluation mode.
         """
         with raise_jointly(self.mesh.world):
             self._check_changes()
             arrays = self._arrays(image)
+            parts = self._parts(outputs)
         sizes = [tuple(arrays.size(number)) for number in range(len(arrays))]
-        if len(given := {tuple(found) for found in self.mesh.world.allgather(sizes)}) > 1:
+        every = self.mesh.world.allgather((sizes, outputs and [*parts]))
+        if len(given := {tuple(found) for found, _ in every}) > 1:
             words = " and ".join(
                 f"{len(found)} of {_sizes(found)} pixels" for found in sorted(given)
             )
@@ -970,29 +1027,68 @@ class DistributedModel(nn.Module):
                 f"ranks call predict with different images, {words}: give the same images on all "
                 "ranks"
             )
+        if len(given := {str(names) for _, names in every}) > 1:
+            raise JointFailure(
+                f"ranks call predict with different outputs, {' and '.join(sorted(given))}: give "
+                "the same names on all ranks"
+            )
         if len(arrays) > 1 and self._joins_images:
             raise JointFailure(
                 "in this network the images of a batch influence each other in evaluation mode "
                 f"too, but predict computes each of the {len(arrays)} images alone: give one "
                 "image at a time"
             )
-        found = [self._whole(arrays, number) for number in range(len(arrays))]
-        if arrays.is_batch:
-            return torch.stack(found)
-        return found if arrays.is_list else found[0]
+        found = [self._whole(arrays, number, [*parts.values()]) for number in range(len(arrays))]
+        results = [
+            _in_form_of(arrays, [of_image[n] for of_image in found]) for n in range(len(parts))
+        ]
+        return results[0] if outputs is None else dict(zip(parts, results, strict=True))
 
     def predict_tiles(self, image) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (box, logits) for each of this rank's tiles of one image; logits (C', *box.size).
 
         All ranks must call it together. Each pixel of the image is in one tile of one rank. So each
-        rank can write its tiles of a result that does not fit into the memory of one node.
+        rank can write its tiles of a result that does not fit into the memory of one node. If the
+        module returns several outputs, the logits are those of the first one.
         """
         arrays = self._arrays(image)
         if len(arrays) > 1:
             raise ValueError(
                 f"predict_tiles takes one image, got {len(arrays)}: call it once for each image"
             )
-        yield from self._tiles_of(arrays, 0)
+        (channels,) = self._parts(None).values()
+        for box, logits in self._tiles_of(arrays, 0):
+            yield box, logits[channels]
+
+    def _parts(self, names: Sequence[str] | None) -> dict[str, slice]:
+        """Return the channels of outputs in the network's result in evaluation, by name.
+
+        Args:
+            names: names or numbers of the outputs; None for the first one.
+
+        Raises:
+            ValueError: the network does not return an output of this name in evaluation.
+        """
+        known = self._named_outputs or {"": self._outputs.channels}
+        there = list(known) if self._evaluates_all else list(known)[:1]
+        if isinstance(names, str) or names == []:
+            raise ValueError(f"outputs is {names!r}: give a list of names of outputs")
+        wanted = there[:1] if names is None else [str(name) for name in names]
+        ends = dict(zip(known, accumulate(known.values())))
+        for name in wanted:
+            if name not in known:
+                raise ValueError(
+                    f"predict is asked for the output {name}, but the argument outputs of "
+                    f"distseg.distribute is {', '.join(self._named_outputs or ()) or 'None'}: give "
+                    "names of that argument"
+                )
+            if name not in there:
+                raise ValueError(
+                    f"predict is asked for the output {name}, but in evaluation mode the network "
+                    f"returns {there[0]} only: let the module's forward pass return all outputs "
+                    "in evaluation mode too"
+                )
+        return {name: slice(ends[name] - known[name], ends[name]) for name in wanted}
 
     def _tiles_of(self, arrays: Arrays | Stacked, number: int):
         """Yield (box of the tile, logits) for this rank's tiles of image ``number``."""
@@ -1006,9 +1102,18 @@ class DistributedModel(nn.Module):
 
         yield from predictor(ImageSource(f"image {number}", size, read))
 
-    def _whole(self, arrays: Arrays | Stacked, number: int) -> Tensor:
-        """Return the logits of a whole image on every rank; each rank computes its tiles."""
-        mine = list(self._tiles_of(arrays, number))
+    def _whole(self, arrays: Arrays | Stacked, number: int, parts: Sequence[slice]) -> list[Tensor]:
+        """Return logits of a whole image on every rank; each rank computes its tiles.
+
+        Args:
+            arrays: the images.
+            number: the index of the image.
+            parts: the channels of each tensor of the result.
+        """
+        mine = [
+            (box, np.concatenate([logits[part] for part in parts]))
+            for box, logits in self._tiles_of(arrays, number)
+        ]
         boxes = self.mesh.world.allgather([(box, y.shape, y.dtype.str) for box, y in mine])
         whole: Tensor | None = None
         for rank, those in enumerate(boxes):
@@ -1027,12 +1132,19 @@ class DistributedModel(nn.Module):
                     )
                 whole[(..., *box.slices)] = torch.from_numpy(part)
         assert whole is not None  # an image has at least one tile
-        return whole
+        return list(whole.split([part.stop - part.start for part in parts]))
 
     def _predictors(self) -> Predictor:
         if self._predictor is None:
             self._predictor = self.engine.predictor()
         return self._predictor
+
+
+def _in_form_of(arrays: Arrays | Stacked, results: list[Tensor]):
+    """Return results of images as a batch, as one tensor or as a list, as the user gave images."""
+    if arrays.is_batch:
+        return torch.stack(results)
+    return results if arrays.is_list else results[0]
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:
@@ -1063,14 +1175,6 @@ class _LossOfAllTiles(torch.autograd.Function):
         ctx.model._begin_once()
         # The number of ranks makes up for the scale that _begin_once sets.
         return ctx.loss_grad * factor * ctx.model.mesh.replicas.size, None, None, None
-
-
-def _widened(targets: Tensor) -> Tensor:
-    """Return integer targets as int64 and floating-point targets unchanged.
-
-    In a smaller integer dtype, labels could not be compared with any ``ignore_index``.
-    """
-    return targets if targets.is_floating_point() else targets.long()
 
 
 class _Seen(torch.autograd.Function):
@@ -1112,6 +1216,13 @@ def _check_only_use(gradient: Tensor, seen: list[Tensor]) -> None:
             "besides the criterion, the loss has terms of the model's output, but each rank has "
             "only the output of one tile: compute these terms in the criterion's function"
         )
+
+
+def _form_of(targets: Arrays | Tensor | OutputTargets) -> tuple:
+    """Return the dtypes and the channels of targets, with which a criterion must be checked."""
+    if isinstance(targets, OutputTargets):
+        return tuple(targets.forms)
+    return (str(targets.dtype), ()) if isinstance(targets, Tensor) else targets.form
 
 
 def _sizes(sizes: Sequence[Sequence[int]]) -> str:

@@ -87,7 +87,7 @@ class LossHead:
         """
         return [
             self.loss.rows(
-                y if p.labels.shape[1:] == y.shape[2:] else on_tile(y, p.place), p.labels
+                y if p.labels.shape[2 - y.dim() :] == y.shape[2:] else on_tile(y, p.place), p.labels
             )
             for p, y in zip(unit.pieces, outputs)
         ]

@@ -58,7 +58,7 @@ from distseg.models.capture.trace import (
 )
 from distseg.models.capture.trace import IMAGE as PIXELS
 from distseg.models.capture.values import Sizes, Value
-from distseg.models.joined import outputs_of
+from distseg.models.joined import main_part
 from distseg.models.layers import (
     Derived,
     DropImage,
@@ -222,8 +222,8 @@ class Reader:
             ]
         )
         layers = {name: make(tensors.__getitem__) for name, (make, _) in self.layers.items()}
-        if (outputs := outputs_of(model)) > 1:
-            layers[self._unique("main_output")] = MainOutput(outputs)
+        if (part := main_part(model)) != (1, 1):
+            layers[self._unique("main_output")] = MainOutput(*part)
         network = Network(layers, {name: reads for name, (_, reads) in self.layers.items()})
         used = set(self.names.values())
         unused = {name: tensor for name, tensor in tensors.items() if name not in used}

@@ -871,6 +871,58 @@ def test_losses_of_pytorch_in_float32():
         assert abs(float(model.backward(x, target, loss)) / wanted - 1) < 1e-5
 
 
+SUMMED = [
+    nn.CrossEntropyLoss() + 0.5 * distseg.SumLoss(dice_sums, dice_value),
+    0.5 * distseg.SumLoss(dice_sums, dice_value) + nn.CrossEntropyLoss(),
+    distseg.SumLoss(dice_sums, dice_value) / 2 + "cross_entropy",
+    "cross_entropy" + distseg.SumLoss(dice_sums, dice_value) * 0.5,
+    sum([distseg.PixelLoss(nn.CrossEntropyLoss()), distseg.SumLoss(dice_sums, dice_value) / 2]),
+]
+
+
+def test_losses_of_pytorch_and_names_are_terms_of_sums():
+    module, (x, y) = network(nn.InstanceNorm2d), images(0, 1)
+    made = module(x)
+    wanted = F.cross_entropy(made, y) + 0.5 * dice_value(dice_sums(made, y))
+    model = distseg.distribute(module, distseg.init_mesh(), tiles_per_rank=(1, 2))
+    for criterion in SUMMED:
+        assert float(model.backward(x, y, criterion)) == pytest.approx(wanted.item(), rel=1e-12)
+    eager = distseg.distribute(network(nn.InstanceNorm2d), distseg.init_mesh())
+    found = SUMMED[0](eager(eager.shard(x)), eager.shard(y))
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-12)
+    with pytest.raises(TypeError):
+        distseg.PixelLoss(CE) + 1
+    with pytest.raises(ValueError, match="MSELoss with reduction='sum'"):
+        model.backward(x, y, 0.5 * distseg.PixelLoss(CE) + nn.MSELoss(reduction="sum"))
+
+
+def test_settings_of_a_loss_of_pytorch_may_change_between_steps():
+    module, (x, y), criterion = network(nn.InstanceNorm2d), images(0, 1), nn.CrossEntropyLoss()
+    made, model = module(x).detach(), distseg.distribute(module, distseg.init_mesh())
+    for criterion.label_smoothing in (0.3, 0.0):
+        wanted = criterion(made, y).item()
+        assert float(model.backward(x, y, criterion)) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", [nn.HuberLoss(), nn.BCELoss(), nn.CrossEntropyLoss()])
+def test_targets_of_another_dtype_than_logits(loss):
+    """PyTorch refuses some in the backward pass, and takes class probabilities of any dtype."""
+    module = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Sigmoid())
+    model = distseg.distribute(copy.deepcopy(module), distseg.init_mesh())
+    x, y = images(0, 1)
+    x, y = x.float(), F.one_hot(y.clamp(min=0), 4).movedim(-1, 1).double()
+    try:
+        loss(module(x), y).backward()
+    except RuntimeError:
+        name, words = type(loss).__name__, "give a target of float32, such as target.to"
+        with pytest.raises(ValueError, match=f"^{name} fails .* of float32 .* of float64.*{words}"):
+            model.backward(x, y, loss)
+    else:
+        model.backward(x, y, loss)
+        for p, q in zip(model.parameters(), module.parameters()):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parallel(2)
 def test_other_criteria_on_another_rank_are_refused(comm):
     model = distseg.distribute(network(), distseg.init_mesh(tiles=(1, 2), comm=comm))

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distseg.layers.packed_targets import TargetForm, unpack
 
@@ -39,7 +39,8 @@ class Criterion:
 
     Each image has K sums over its pixels, such as the sum of -log p and the number of valid pixels.
     The sums of all its tiles are added up before L is computed. Criteria can be added and
-    multiplied by numbers: ``PixelLoss(f) + 0.5 * SumLoss(g, value)``.
+    multiplied by numbers: ``PixelLoss(f) + 0.5 * SumLoss(g, value)``. The loss modules of PyTorch
+    and the names of losses can be added to a criterion: ``nn.MSELoss() + 0.5 * PixelLoss(f)``.
 
     Attributes:
         sums: the number K.
@@ -105,25 +106,29 @@ class Criterion:
             (gradient,) = torch.autograd.grad(value, table)
         return value.item(), gradient
 
-    def __add__(self, other: Criterion) -> Criterion:
+    def __add__(self, other: Criterion | nn.Module | str) -> WeightedSum:
+        if not isinstance(other, _TERMS):
+            return NotImplemented
         return WeightedSum([(1.0, self), (1.0, other)])
 
-    def __mul__(self, weight: float) -> Criterion:
+    def __radd__(self, other: nn.Module | str | int) -> Criterion:
+        if isinstance(other, _TERMS):
+            return WeightedSum([(1.0, other), (1.0, self)])
+        return self if other == 0 else NotImplemented  # for sum(...)
+
+    def __mul__(self, weight: float) -> WeightedSum:
         return WeightedSum([(float(weight), self)])
 
     __rmul__ = __mul__
 
-    def __neg__(self) -> Criterion:
+    def __neg__(self) -> WeightedSum:
         return self * -1.0
 
-    def __sub__(self, other: Criterion) -> Criterion:
+    def __sub__(self, other: Criterion) -> WeightedSum:
         return self + -other
 
-    def __truediv__(self, number: float) -> Criterion:
+    def __truediv__(self, number: float) -> WeightedSum:
         return self * (1 / number)
-
-    def __radd__(self, zero: int) -> Criterion:
-        return self if zero == 0 else NotImplemented  # for sum(...)
 
     def __call__(self, output, target) -> Tensor:
         """Return the loss of a step, computed from the outputs of a distributed model on all ranks.
@@ -142,6 +147,9 @@ class Criterion:
         return target.model.loss(output, target, self)
 
 
+_TERMS = Criterion, nn.Module, str  # what a criterion can be added to
+
+
 def sum_tensors(values: Iterable[Tensor]) -> Tensor:
     """Return the sum of at least one tensor, added up in order."""
     return reduce(add, values)
@@ -150,11 +158,14 @@ def sum_tensors(values: Iterable[Tensor]) -> Tensor:
 class WeightedSum(Criterion):
     """Weighted sum of criteria (losses) that all get the same logits and target.
 
+    A sum that a user writes may also have losses of PyTorch and names of losses as terms. It cannot
+    be computed before :func:`distseg.layers.own_loss.criterion_of` has replaced them.
+
     Args:
         parts: pairs (weight, criterion), one for each term of the sum.
     """
 
-    def __init__(self, parts: Sequence[tuple[float, Criterion]]):
+    def __init__(self, parts: Sequence[tuple[float, Any]]):
         self.parts = list(parts)
 
     @property

@@ -44,6 +44,7 @@ class PixelLoss(Criterion):
 
         PixelLoss(functools.partial(F.cross_entropy, reduction="none"))
         PixelLoss(lambda logits, target: (logits - target) ** 2)
+        PixelLoss(nn.CrossEntropyLoss())
 
     If the function returns several values per pixel, the mean is over all of them.
 
@@ -51,7 +52,8 @@ class PixelLoss(Criterion):
         function: takes logits (B, C, *size) and a target, and returns one value per pixel, (B,
             *size), or several, (B, K, *size), without a reduction over pixels. If the network
             returns one vector for each image, the function takes (B, C) and (B,), and returns (B,)
-            or (B, K).
+            or (B, K). Or a loss module of PyTorch with ``reduction="mean"``, of which a copy
+            without the reduction is used.
         ignore_index: integer target of invalid pixels, or None if all pixels are valid. If
             ``function`` has an ``ignore_index``, the default is that one. In floating-point
             targets, NaN marks invalid pixels. The function gets 0 as the target of invalid pixels.
@@ -77,6 +79,8 @@ class PixelLoss(Criterion):
                 f"{type(function).__name__}: give for example functools.partial(F.cross_entropy, "
                 'reduction="none")'
             )
+        if isinstance(function, _MEANS) and type(function) in _MEANS:
+            function = _without_mean(function)
         own = _ignored_by(function)
         if own is not None and ignore_index == -100:
             ignore_index = own
@@ -135,6 +139,7 @@ class PixelLoss(Criterion):
             logits = logits.sigmoid()  # It takes probabilities.
         sample = _filled(sample, self._valid(sample))
         found = self._called(logits, sample)
+        _check_gradient(self._each, logits, sample, self._name)
         multiple = sample.dim() == dims + 2
         pixels = (len(sample), *sample.shape[-dims:])
         per_channel = found.dim() == dims + 2 and (len(found), *found.shape[2:]) == pixels
@@ -207,11 +212,16 @@ class PixelLoss(Criterion):
         Raises:
             ValueError: the function fails, returns no tensor, or uses tensors with requires_grad.
         """
-        return _values_of(self._each, logits.clone(), target.clone(), "PixelLoss")
+        return _values_of(self._each, logits.clone(), target.clone(), self._name)
 
-    @staticmethod
-    def _compare(again: Tensor, found: Tensor, why: str, what: str = "function") -> None:
-        rtol, atol = (1e-9, 1e-12) if found.dtype == torch.float64 else (1e-4, 1e-6)
+    @property
+    def _name(self) -> str:
+        """Words for the user's function in error messages."""
+        kind = type(self.function)
+        return kind.__name__ if kind in _MEANS else "the function of PixelLoss"
+
+    def _compare(self, again: Tensor, found: Tensor, why: str, what: str = "function") -> None:
+        rtol, atol = (1e-9, 1e-12) if _is_wide(found, self._returned) else (1e-4, 1e-6)
         if again.shape != found.shape or not torch.allclose(
             again, found, rtol=rtol, atol=atol, equal_nan=True
         ):
@@ -281,7 +291,9 @@ class SumLoss(Criterion):
                 "pixels: give a distseg.PixelLoss"
             )
         logits, sample = _example(outputs, target)
-        whole = _values_of(self.function, logits, sample, "SumLoss")
+        name = "the function of SumLoss"
+        whole = _values_of(self.function, logits, sample, name)
+        _check_gradient(self.function, logits, sample, name)
         with torch.no_grad():
             if whole.dim() != 2 or len(whole) != len(logits):
                 raise ValueError(
@@ -290,9 +302,11 @@ class SumLoss(Criterion):
                     "return a row of sums over its pixels"
                 )
             self.sums = whole.shape[1]
+            near = 1e-9 if _is_wide(whole, outputs) else 1e-3
             self._compare(
                 self.function(logits[:1], sample[:1]),
                 whole[:1],
+                near,
                 "depend on other images of the batch",
             )
             for dim in range(2, logits.dim()):
@@ -301,6 +315,7 @@ class SumLoss(Criterion):
                 self._compare(
                     sum_tensors(self.function(x, y) for x, y in parts),
                     whole,
+                    near,
                     "of parts of an image do not add up",
                 )
         value = self._value(whole.detach().requires_grad_())
@@ -312,8 +327,7 @@ class SumLoss(Criterion):
             )
 
     @staticmethod
-    def _compare(again: Tensor, found: Tensor, of: str) -> None:
-        near = 1e-9 if found.dtype == torch.float64 else 1e-3
+    def _compare(again: Tensor, found: Tensor, near: float, of: str) -> None:
         if not torch.allclose(again, found, rtol=near, atol=near):
             raise ValueError(
                 "the function of SumLoss must return sums over the pixels of each image, but its "
@@ -329,10 +343,10 @@ def criterion_of(
 
     Args:
         given: a :class:`Criterion`, a loss module of PyTorch with ``reduction="mean"`` such as
-            ``nn.CrossEntropyLoss()``, the name of a loss such as ``cross_entropy + 0.5*dice``, or a
-            :class:`distseg.config.settings.LossConfig`. Or a mapping from the name or the
-            number of each output to one of these. Without a mapping, each output gets the same
-            criterion.
+            ``nn.CrossEntropyLoss()``, the name of a loss such as ``cross_entropy + 0.5*dice``, a
+            :class:`distseg.config.settings.LossConfig`, or a weighted sum of these. Or a mapping
+            from the name or the number of each output to one of these. Without a mapping, each
+            output gets the same criterion.
         channels: number of channels of the output, if it is the only one.
         outputs: number of channels of each output by its name, if the network has named outputs.
         ignore_index: label of invalid pixels, for a loss that is given by its name.
@@ -354,6 +368,10 @@ def criterion_of(
     if outputs:
         parts = [criterion_of(given[name], n, None, ignore_index) for name, n in outputs.items()]
         return OfOutputs(parts, list(outputs.values()))
+    if type(given) is WeightedSum:
+        return WeightedSum(
+            [(w, criterion_of(part, channels, None, ignore_index)) for w, part in given.parts]
+        )
     if isinstance(given, str):
         given = LossConfig(name=given, ignore_index=ignore_index)
     if isinstance(given, LossConfig):
@@ -366,18 +384,25 @@ def criterion_of(
             "give distseg.PixelLoss(function), distseg.SumLoss(function, value), a loss of PyTorch "
             "such as torch.nn.CrossEntropyLoss(), or a name such as 'cross_entropy + 0.5*dice'"
         )
-    return _copied(given)
+    # A check stores what it finds, such as the number of values at each pixel. Models and outputs
+    # that share a criterion would change it for each other. The classes of users are not copied.
+    return copy.copy(given) if isinstance(given, (PixelLoss, SumLoss)) else given
 
 
-def _copied(criterion: Criterion) -> Criterion:
-    """Return a copy of a criterion, whose ``check`` does not change the user's own one.
+def _without_mean(loss: nn.Module) -> nn.Module:
+    """Return a copy of a loss module of PyTorch that returns the value of each pixel.
 
-    A check stores what it finds, such as the number of values at each pixel, which differs between
-    models and outputs that share one criterion. Classes of users are returned as they are.
+    A module that computes no mean is returned unchanged.
+
+    Args:
+        loss: one of ``_MEANS``.
     """
-    if type(criterion) is WeightedSum:
-        return WeightedSum([(weight, _copied(part)) for weight, part in criterion.parts])
-    return copy.copy(criterion) if isinstance(criterion, (PixelLoss, SumLoss)) else criterion
+    if loss.reduction != "mean":
+        return loss
+    values = copy.copy(loss)
+    # PyTorch annotates attributes of modules as tensors and modules only.
+    values.reduction = "none"  # type: ignore[assignment]
+    return values
 
 
 def _mean_of(loss: nn.Module) -> PixelLoss:
@@ -396,10 +421,7 @@ def _mean_of(loss: nn.Module) -> PixelLoss:
             f"means of PyTorch's losses: give {name} with reduction='mean', or, for a sum, "
             "distseg.SumLoss(function, value)"
         )
-    values = copy.copy(loss)
-    # PyTorch annotates attributes of modules as tensors and modules only.
-    values.reduction = "none"  # type: ignore[assignment]
-    return PixelLoss(values)
+    return PixelLoss(loss)
 
 
 def mark_of(given) -> str:
@@ -438,6 +460,14 @@ def _filled(target: Tensor, valid: Tensor) -> Tensor:
     return target.where(valid, torch.zeros((), dtype=target.dtype, device=target.device))
 
 
+def _is_wide(values: Tensor, outputs: Outputs) -> bool:
+    """Return True if a loss is computed in float64.
+
+    With a float64 target, values that are computed in float32 may have the dtype float64.
+    """
+    return values.dtype == torch.float64 == outputs.dtype
+
+
 def _example(outputs: Outputs, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return small random logits and targets of two images, to try a user's function with.
 
@@ -458,14 +488,14 @@ def _example(outputs: Outputs, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _values_of(
-    function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor, kind: str
+    function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor, name: str
 ) -> Tensor:
     """Call a user's function; return its result, a tensor that must not require a gradient.
 
     Args:
         function: the user's function.
         logits, target: examples, with which it is called.
-        kind: ``PixelLoss`` or ``SumLoss``, for error messages.
+        name: words for the function in error messages.
 
     Raises:
         ValueError: the function fails, returns no tensor, or uses tensors with requires_grad (the
@@ -475,26 +505,85 @@ def _values_of(
         with torch.enable_grad():
             found = function(logits, target)
     except Exception as e:  # a user's function may raise anything
-        kinds = str(target.dtype).removeprefix("torch.")
-        low, high = target.min().item(), target.max().item()
-        raise ValueError(
-            f"the function of {kind} fails with {type(e).__name__}: {str(e).rstrip('.')}. It was "
-            f"tried with random logits {tuple(logits.shape)} and a target {tuple(target.shape)} of "
-            f"{kinds} from {low:g} to {high:g}, whose values are drawn from your target: change "
-            "the target or the function so that they fit"
-        ) from e
+        raise _not_computed(name, e, function, logits, target) from e
     if not isinstance(found, Tensor):
         raise ValueError(
-            f"the function of {kind} returns a {type(found).__name__}, but must return a tensor: "
+            f"{name} returns a {type(found).__name__}, but must return a tensor: "
             "leave item() and float() out"
         )
     if found.requires_grad:
         raise ValueError(
-            f"the function of {kind} uses tensors with requires_grad besides the logits, and each "
+            f"{name} uses tensors with requires_grad besides the logits, and each "
             "rank would have only a part of their gradient: use them in the forward pass of the "
             "network instead, or detach() them"
         )
     return found
+
+
+def _check_gradient(
+    function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor, name: str
+) -> None:
+    """Refuse a user's function whose gradient cannot be computed.
+
+    Some of PyTorch's losses, for example, take a target of another dtype than the logits in the
+    forward pass, and refuse it in the backward pass.
+
+    Args:
+        function, logits, target, name: as for :func:`_values_of`.
+
+    Raises:
+        ValueError: the forward or the backward pass fails.
+    """
+    if (error := _failure_of(function, logits, target)) is not None:
+        raise _not_computed(name, error, function, logits, target) from error
+
+
+def _failure_of(
+    function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor
+) -> Exception | None:
+    """Return the error of a forward and backward pass of a user's function; None without one."""
+    try:
+        with torch.enable_grad():
+            leaf = logits.detach().clone().requires_grad_()
+            found = function(leaf.clone(), target.clone())
+            if found.requires_grad:
+                torch.autograd.grad(found.sum(), leaf, allow_unused=True)
+    except Exception as e:  # a user's function may raise anything
+        return e
+    return None
+
+
+def _not_computed(
+    name: str,
+    error: Exception,
+    function: Callable[[Tensor, Tensor], Tensor],
+    logits: Tensor,
+    target: Tensor,
+) -> ValueError:
+    """Return the error for a user's function that fails with examples of logits and target.
+
+    The repair that it names is another dtype of the target, if the function does not fail with it.
+
+    Args:
+        error: the error of the function.
+        name, function, logits, target: as for :func:`_values_of`.
+    """
+    dtypes = [dtype for dtype in (logits.dtype, torch.int64) if dtype != target.dtype]
+    fits = (d for d in dtypes if _failure_of(function, logits, target.to(d)) is None)
+    repair = "change the target or the function so that they fit"
+    if (dtype := next(fits, None)) is not None:
+        repair = f"give a target of {_text(dtype)}, such as target.to({dtype})"
+    low, high = target.min().item(), target.max().item()
+    return ValueError(
+        f"{name} fails with {type(error).__name__}: {str(error).rstrip('.')}. It was tried with "
+        f"random logits {tuple(logits.shape)} of {_text(logits.dtype)} and a target "
+        f"{tuple(target.shape)} of {_text(target.dtype)} from {low:g} to {high:g}, whose values "
+        f"are drawn from your target: {repair}"
+    )
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _single_pixels(x: Tensor, dims: int) -> Tensor:

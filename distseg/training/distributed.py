@@ -555,10 +555,13 @@ class DistributedModel(nn.Module):
         """
         key = given if isinstance(given, str) else id(given)
         form = _form_of(targets)
-        known = self._criteria.get(key)
+        known, mark = self._criteria.get(key), mark_of(given)
+        if known is not None and known.mark != mark:  # the user has changed a setting of the loss
+            self._forget_criterion(key)
+            known = None
         if known is None:
             made = criterion_of(given, self._outputs.channels, self._named_outputs)
-            known = _Given(given, made, mark_of(given), form)
+            known = _Given(given, made, mark, form)
         elif known.form == form:
             return known
         if isinstance(known.criterion, OfOutputs):
@@ -566,10 +569,18 @@ class DistributedModel(nn.Module):
         known.criterion.check(self._outputs, self._example(targets))
         self._criteria[key] = known = known._replace(form=form)
         if len(self._criteria) > _MOST_CRITERIA:
-            old = self._criteria.pop(next(iter(self._criteria))).criterion
-            for used in [used for used in self._unused if used[0] is old]:
-                del self._unused[used]
+            self._forget_criterion(next(iter(self._criteria)))
         return known
+
+    def _forget_criterion(self, key: object) -> None:
+        """Remove a criterion of earlier steps.
+
+        Args:
+            key: its key in ``self._criteria``.
+        """
+        old = self._criteria.pop(key).criterion
+        for used in [used for used in self._unused if used[0] is old]:
+            del self._unused[used]
 
     def _example(self, targets: Arrays | Tensor | OutputTargets) -> Tensor:
         """Return a part of the targets, with which a criterion is checked."""

@@ -233,7 +233,7 @@ def distribute(
     """
     mesh = init_mesh(timeout=timeout) if mesh is None else mesh
     mesh.waits.timeout = timeout
-    with launch.raise_jointly(mesh.world):
+    with mesh.joint_call(), launch.raise_jointly(mesh.world):
         _check_choice("schedule", schedule, PipelineConfig)
         _check_choice("recompute", recompute, PipelineConfig)
         _check_choice("norm_scope", norm_scope, SpatialConfig)

@@ -1202,6 +1202,72 @@ def test_errors_of_one_rank_are_raised_on_all(comm):
         model.backward(x[comm.rank :], y[comm.rank :], "cross_entropy")
 
 
+class Unreadable:
+    """Images of which one rank cannot read its tile, as a damaged file."""
+
+    def __init__(self, images, from_column: int):
+        self.images, self.from_column = images, from_column
+        self.shape, self.dtype = images.shape, images.numpy().dtype
+
+    def __getitem__(self, where):
+        if where[-1].stop > self.from_column:
+            raise OSError("cannot read the chunk 7")
+        return self.images[where].numpy()
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("axis", ["tiles", pytest.param("stages", marks=pytest.mark.slow)])
+def test_bad_data_of_one_rank_is_named_on_all(comm, axis):
+    """All ranks raise the error before the step, so the next step is that of good data."""
+    axes = dict(stages=2, samples=1) if axis == "stages" else dict(tiles=(1, 2))
+    module, mesh = network(nn.InstanceNorm2d), distseg.init_mesh(**axes, comm=comm)
+    model = distseg.distribute(copy.deepcopy(module), mesh)
+    x, y = images(0, 1, 1)
+    (bad := y.clone())[..., 40:] = 7
+    wanted = F.cross_entropy(module(x), y).item()
+    for criterion, words in (
+        (
+            nn.CrossEntropyLoss(),
+            "rank 1: CrossEntropyLoss fails .* values from 0 to 7.* 4 channels",
+        ),
+        (distseg.SumLoss(dice_sums, dice_value), "rank 1: the function of SumLoss fails"),
+        ("cross_entropy", "rank 1: the labels of this rank's tile are from 0 to 7, .* from 0 to 3"),
+    ):
+        model.backward(x, y, criterion)
+        seen = model.images_seen
+        with pytest.raises(ValueError, match=words):
+            model.backward(x, bad, criterion)
+        assert model.images_seen == seen
+    if axis == "tiles":
+        with pytest.raises(ValueError, match="rank 1: cannot read the chunk 7"):
+            model.backward(Unreadable(x, 40), y, "cross_entropy")
+        with pytest.raises(ValueError, match="rank 1: CrossEntropyLoss fails"):
+            mean = distseg.PixelLoss(nn.CrossEntropyLoss())
+            model.backward(x, y, mean)
+            mean(model(model.shard(x)), model.shard(bad))
+    found = float(model.backward(x, y, nn.CrossEntropyLoss()))
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("ignore", [-100, 255, 1, None])
+def test_labels_of_all_valid_pixels_are_checked(ignore):
+    criterion = distseg.PixelLoss(CE, ignore_index=ignore)
+    target = torch.tensor([[[0, 2, 3, 0 if ignore is None else ignore]]])
+    criterion.check(Outputs(4, 2), target)
+    criterion.check_values(target)
+    criterion.check_values(torch.full((1, 2, 2), 3 if ignore is None else ignore))
+    for label in (-1, 4):
+        with pytest.raises(ValueError, match="the function of PixelLoss fails with IndexError"):
+            criterion.check_values(torch.cat((target, torch.full((1, 1, 4), label)), 1))
+    criterion = distseg.PixelLoss(nn.BCELoss())
+    target = torch.tensor([[[[0.0, math.nan, 1.0]]]])
+    criterion.check(Outputs(1, 2, dtype=torch.float32), target)
+    criterion.check_values(target)
+    criterion.check_values(target * math.nan)
+    with pytest.raises(ValueError, match="BCELoss fails .* values from 0 to 2, .* by NaN"):
+        criterion.check_values(2 * target)
+
+
 @pytest.mark.parallel([1, 2, 4])
 def test_the_loop_of_the_readme_is_plain_pytorch(comm, monkeypatch):
     text = (Path(__file__).parents[1] / "README.md").read_text()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from distseg.comm.launch import JointFailure, raise_jointly
 from distseg.comm.mesh import Mesh, MeshShape
 
 
@@ -118,3 +119,16 @@ def test_the_modules_picture_on_ranks(comm):
 def test_what_a_mesh_refuses_on_every_rank(comm):
     with pytest.raises(ValueError, match="needs 4 ranks, but 2 are running"):
         Mesh(comm, 2, (1, 2))
+
+
+@pytest.mark.parallel(2)
+def test_after_an_error_of_one_rank_no_call_is_made(comm):
+    """Messages of the failed call could be taken for those of the next one."""
+    mesh = Mesh(comm, samples=2)
+    with pytest.raises(JointFailure), mesh.joint_call(), raise_jointly(mesh.world):
+        raise OSError("on all ranks")
+    with pytest.raises(KeyError), mesh.joint_call():
+        raise KeyError("on one rank")
+    with pytest.raises(RuntimeError, match=f"failed on rank {comm.rank} of 2 with KeyError: .*one"):
+        with mesh.joint_call():
+            comm.barrier()

@@ -12,12 +12,15 @@ fastest::
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from distseg.comm.launch import check_launcher
+from distseg.comm.launch import JointFailure, check_launcher
 from distseg.comm.waits import Ranks, Waits
 from distseg.config.sizes import Size
 
@@ -131,6 +134,7 @@ class Mesh:
     """
 
     device = torch.device("cpu")
+    _failure: str | None = None  # the error that has ended a joint call on this rank alone
 
     def __init__(
         self, world, samples: int = 1, tiles=(1, 1), stages: int = 1, timeout: float = 0.0
@@ -156,6 +160,35 @@ class Mesh:
     def size(self) -> int:
         """Number of all ranks."""
         return self.world.size
+
+    @contextmanager
+    def joint_call(self) -> Iterator[None]:
+        """Return a context for a call that all ranks make together, such as a training step.
+
+        If an error ends the call on this rank alone, other ranks may wait for its messages, or send
+        messages of the call later. Another call could take them for its own, so the context then
+        refuses to be entered again.
+
+        Raises:
+            RuntimeError: an earlier call has ended with an error on this rank alone.
+        """
+        if self._failure is not None:
+            raise RuntimeError(
+                f"an earlier call of distseg failed on rank {self.rank} of {self.size} with "
+                f"{self._failure}. Messages of that call may still be under way, so this rank "
+                "cannot make another call: let the error end the program, and start it again"
+            )
+        try:
+            yield
+        except JointFailure:
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if self.size > 1:
+                self._failure = f"{type(error).__name__}: {error}"
+                # MPI writes into the buffers of incomplete messages even while the process ends.
+                # The frames of the error hold these buffers, so the error is never freed.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
+            raise
 
     def __deepcopy__(self, memo) -> Mesh:
         """Return the same object, so that a copy of its owner uses the same connections."""

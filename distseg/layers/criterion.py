@@ -6,11 +6,13 @@ table S (images x sums), and the loss is a function L(S) of the table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -94,6 +96,17 @@ class Criterion:
             ValueError: the criterion cannot be computed tile by tile. The message says why.
         """
 
+    def check_values(self, target: Tensor) -> None:
+        """Refuse a target with a value that the criterion cannot take, before a step.
+
+        Args:
+            target: the target on a tile, as in :meth:`rows`.
+
+        Raises:
+            ValueError: a value, such as a label that is no class, does not fit. The message names
+                the values of the target.
+        """
+
     def loss_grad(self, table: Tensor) -> tuple[float, Tensor]:
         """Return the loss L(S) of a step and its gradient dL/dS (images, K).
 
@@ -155,6 +168,28 @@ def sum_tensors(values: Iterable[Tensor]) -> Tensor:
     return reduce(add, values)
 
 
+def extremes(target: Tensor, ignore_index: int | None) -> tuple[float, float] | None:
+    """Return the smallest and the largest valid value of a target; None if no value is valid.
+
+    Args:
+        target: the target, of any shape; NaN marks invalid values.
+        ignore_index: integer value that marks invalid values, or None.
+    """
+    # NumPy's minimum under a mask is many times faster than PyTorch's on a CPU.
+    values = (target.float() if target.dtype == torch.bfloat16 else target).cpu().numpy()
+    if target.is_floating_point():
+        low, high = (end.reduce(values, axis=None).item() for end in (np.fmin, np.fmax))
+        return None if math.isnan(low) else (low, high)
+    low, high = values.min(), values.max()
+    if low == high == ignore_index:
+        return None
+    if low == ignore_index:
+        low = values.min(where=values != ignore_index, initial=high)
+    if high == ignore_index:
+        high = values.max(where=values != ignore_index, initial=low)
+    return low.item(), high.item()
+
+
 class WeightedSum(Criterion):
     """Weighted sum of criteria (losses) that all get the same logits and target.
 
@@ -193,6 +228,10 @@ class WeightedSum(Criterion):
     def value(self, table: Tensor) -> Tensor:
         tables = table.split([part.sums for _, part in self.parts], 1)
         return sum_tensors(weight * part.value(t) for (weight, part), t in zip(self.parts, tables))
+
+    def check_values(self, target: Tensor) -> None:
+        for _, part in self.parts:
+            part.check_values(target)
 
     def check(self, outputs: Outputs, target: Tensor) -> None:
         for _, part in self.parts:
@@ -240,6 +279,10 @@ class OfOutputs(WeightedSum):
     def counts(self, target: Tensor) -> Tensor:
         targets = self._targets(target)
         return torch.cat([part.counts(t) for part, t in zip(self.of_each, targets)], 1)
+
+    def check_values(self, target: Tensor) -> None:
+        for part, own in zip(self.of_each, self._targets(target)):
+            part.check_values(own)
 
     def check(self, outputs: Outputs, target: Tensor) -> None:
         targets = self._targets(target)

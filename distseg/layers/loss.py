@@ -27,7 +27,7 @@ from torch import Tensor
 from distseg.comm.staging import upload
 from distseg.config.settings import LossConfig
 from distseg.config.spelling import did_you_mean
-from distseg.layers.criterion import Criterion, sum_tensors
+from distseg.layers.criterion import Criterion, extremes, sum_tensors
 
 
 class Term:
@@ -317,7 +317,7 @@ class Loss(Criterion):
     def __init__(self, config: LossConfig, classes: int, outputs: Sequence[float] = (1.0,)):
         _check(config)
         self.outputs = tuple(outputs)
-        self.config, self.ignore_index = config, config.ignore_index
+        self.config, self.ignore_index, self.classes = config, config.ignore_index, classes
         self.terms = [
             (weight, _TERMS[name](config, classes)) for weight, name in parse(config.name)
         ]
@@ -359,6 +359,19 @@ class Loss(Criterion):
                 for y in labels
             ]
         )
+
+    def check_values(self, target: Tensor) -> None:
+        """Refuse labels that are no class, (B, *size); losses of numbers take any target."""
+        if of_numbers(self.config.name) or (ends := extremes(target, self.ignore_index)) is None:
+            return
+        highest = max(2, self.classes) - 1
+        if ends[0] < 0 or ends[1] > highest:
+            raise ValueError(
+                f"the labels of this rank's tile are from {ends[0]:g} to {ends[1]:g}, but labels "
+                f"of {self.config.name} for a network of {self.classes} outputs are from 0 to "
+                f"{highest}: correct the labels, or mark pixels as invalid by the label "
+                f"{self.ignore_index}"
+            )
 
     def value(self, table: Tensor) -> Tensor:
         """Return the loss L(S) of a whole step, a tensor ().

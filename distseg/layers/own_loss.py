@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distseg.config.settings import LossConfig
-from distseg.layers.criterion import Criterion, OfOutputs, Outputs, WeightedSum, sum_tensors
+from distseg.layers.criterion import (
+    Criterion,
+    OfOutputs,
+    Outputs,
+    WeightedSum,
+    extremes,
+    sum_tensors,
+)
 from distseg.layers.loss import Loss
 
 _SIDES = 13, 17, 6  # size of the maps with which a user's function is tried, along each dim
@@ -34,6 +41,7 @@ _MEANS = (
     nn.SoftMarginLoss,
     nn.PoissonNLLLoss,
 )
+_SUM_NAME = "the function of SumLoss"
 _SINGLE = 60  # about this many pixels are tried as images of one pixel
 
 
@@ -93,15 +101,7 @@ class PixelLoss(Criterion):
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         valid = self._valid(target)
-        try:
-            each = self._each(logits, _filled(target, valid))
-        except IndexError as e:  # cross-entropy with a label that is no class
-            raise ValueError(
-                f"the loss fails with {type(e).__name__}: {str(e).rstrip('.')}. The labels of this "
-                f"rank's tile are from {int(target[valid].min())} to {int(target[valid].max())}, "
-                f"and the network has {logits.shape[1]} classes: correct the labels, or mark "
-                f"pixels as invalid by the label {self.ignore_index}"
-            ) from e
+        each = self._each(logits, _filled(target, valid))
         # With a float32 target some of PyTorch's losses return float32 for logits in float64.
         each = each.to(torch.promote_types(each.dtype, logits.dtype))
         total = each.where(self._mask(valid, each.shape), 0).flatten(1).sum(1)
@@ -120,6 +120,10 @@ class PixelLoss(Criterion):
             times = self._channels[0] // mask.shape[1]  # a pixel's values are valid together
         count = mask.flatten(1).sum(1, dtype=torch.float64) * times
         return torch.stack((torch.zeros_like(count), count), 1)
+
+    def check_values(self, target: Tensor) -> None:
+        size = (1,) * self._returned.dims
+        _check_extremes(self._each, self._returned, target, size, self.ignore_index, self._name)
 
     def value(self, table: Tensor) -> Tensor:
         total, count = table[:, 0].sum(), table[:, 1].sum()
@@ -274,12 +278,17 @@ class SumLoss(Criterion):
         self, function: Callable[[Tensor, Tensor], Tensor], value: Callable[[Tensor], Tensor]
     ):
         self.function, self._value, self.sums = function, value, 0
+        self._returned = Outputs(1, 2)
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         return self.function(logits.to(torch.promote_types(logits.dtype, torch.float32)), target)
 
     def counts(self, target: Tensor) -> Tensor:
         return torch.zeros(len(target), self.sums, dtype=torch.float64, device=target.device)
+
+    def check_values(self, target: Tensor) -> None:
+        size = _SIDES[: self._returned.dims]
+        _check_extremes(self.function, self._returned, target, size, None, _SUM_NAME)
 
     def value(self, table: Tensor) -> Tensor:
         return self._value(table)
@@ -291,9 +300,9 @@ class SumLoss(Criterion):
                 "pixels: give a distseg.PixelLoss"
             )
         logits, sample = _example(outputs, target)
-        name = "the function of SumLoss"
-        whole = _values_of(self.function, logits, sample, name)
-        _check_gradient(self.function, logits, sample, name)
+        self._returned = outputs
+        whole = _values_of(self.function, logits, sample, _SUM_NAME)
+        _check_gradient(self.function, logits, sample, _SUM_NAME)
         with torch.no_grad():
             if whole.dim() != 2 or len(whole) != len(logits):
                 raise ValueError(
@@ -536,6 +545,47 @@ def _check_gradient(
     """
     if (error := _failure_of(function, logits, target)) is not None:
         raise _not_computed(name, error, function, logits, target) from error
+
+
+def _check_extremes(
+    function: Callable[[Tensor, Tensor], Tensor],
+    outputs: Outputs,
+    target: Tensor,
+    size: Sequence[int],
+    ignore_index: int | None,
+    name: str,
+) -> None:
+    """Refuse a target if a user's function fails with its smallest and its largest valid value.
+
+    Args:
+        function: the user's function.
+        outputs: number of channels and dims of the network's output.
+        target: the target on a tile.
+        size: the size of the two images with which the function is tried. One has the smallest
+            value everywhere, the other one the largest value.
+        ignore_index: integer value that marks invalid pixels, or None.
+        name: words for the function in error messages.
+
+    Raises:
+        ValueError: the function fails.
+    """
+    if (ends := extremes(target, ignore_index)) is None:
+        return
+    ones = (1,) * (target.dim() - 1)
+    values = torch.tensor(ends, dtype=target.dtype, device=target.device).view(2, *ones)
+    sample = values.expand(2, *target.shape[1 : target.dim() - len(size)], *size)
+    logits = torch.zeros(2, outputs.channels, *size, dtype=outputs.dtype, device=target.device)
+    try:
+        with torch.no_grad():
+            function(logits, sample.contiguous())
+    except Exception as e:  # a user's function may raise anything
+        ignored = "NaN" if target.is_floating_point() else str(ignore_index)
+        mark = "" if ignored == "None" else f", or mark pixels as invalid by {ignored}"
+        raise ValueError(
+            f"{name} fails with {type(e).__name__}: {str(e).rstrip('.')}. The target of this "
+            f"rank's tile has values from {ends[0]:g} to {ends[1]:g}, and the network has "
+            f"{outputs.channels} channels: correct the target{mark}"
+        ) from e
 
 
 def _failure_of(

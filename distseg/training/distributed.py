@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from itertools import accumulate
-from typing import NamedTuple, TypeVar, overload
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, overload
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from distseg.training.module_changes import ModuleChanges
 from distseg.training.partial_gradients import refuse_partial_gradients
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _MOST_CRITERIA = 16  # criteria that are kept, for loops that make a new one in each step
 
 
@@ -93,6 +95,19 @@ class _Unsummed(NamedTuple):
     earlier: Tensor | None
     gradient: Tensor
     version: int
+
+
+def _joint_call(
+    method: Callable[Concatenate[DistributedModel, P], T],
+) -> Callable[Concatenate[DistributedModel, P], T]:
+    """Run a method of a distributed model, which all ranks call, in :meth:`Mesh.joint_call`."""
+
+    @wraps(method)
+    def called(self: DistributedModel, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.mesh.joint_call():
+            return method(self, *args, **kwargs)
+
+    return called
 
 
 class DistributedModel(nn.Module):
@@ -215,6 +230,7 @@ class DistributedModel(nn.Module):
         target.update((prefix + name, tensor) for name, tensor in found)
         return target
 
+    @_joint_call
     def whole_state_dict(self) -> dict[str, Tensor]:
         """Return the tensors of all stages on the CPU, on every rank.
 
@@ -234,6 +250,7 @@ class DistributedModel(nn.Module):
             for name, array in part.items()
         }
 
+    @_joint_call
     @torch.no_grad()
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """Copy the values of a state dict into the tensors of this rank's layers.
@@ -334,6 +351,7 @@ class DistributedModel(nn.Module):
 
     # Training
 
+    @_joint_call
     def backward(self, image, target, criterion, scale: float = 1.0) -> Tensor:
         """Add the gradient of the loss to the parameters' ``grad``, and return the loss.
 
@@ -400,7 +418,8 @@ class DistributedModel(nn.Module):
             )
         parts = [p.grad for p in self.engine.parameters if p.grad is not None]
         own = sum(float(torch.linalg.vector_norm(g.double())) ** 2 for g in parts)
-        norm = self.engine.over_stages(own) ** 0.5
+        with self.mesh.joint_call():
+            norm = self.engine.over_stages(own) ** 0.5
         if (factor := clip_factor(max_norm, norm)) < 1:
             for gradient in parts:
                 gradient.mul_(factor)
@@ -427,6 +446,7 @@ class DistributedModel(nn.Module):
 
         The result has, for each micro-batch, a list of this rank's tile batches.
         """
+        count = self.engine.config.train.accumulate
         with raise_jointly(self.mesh.world):
             self._check_frozen()
             self._check_changes()
@@ -434,43 +454,47 @@ class DistributedModel(nn.Module):
             targets = self._targets(target, images)
             known = self._criterion(criterion, targets)
             self._check(images)
-        chosen = known.criterion
+            each = len(images) // count
+            rows = self._rows(each, count)
+            # Images and targets are read and checked here, because all ranks raise an error of
+            # this context. Later the other ranks would wait for a rank that has raised an error.
+            micro_batches = [
+                self._tile_batches(
+                    images, targets, range(m * each, (m + 1) * each), rows, m, known.criterion
+                )
+                for m in range(count)
+            ]
         self._check_groups(images, known.mark)
-        count = self.engine.config.train.accumulate
         if len(images) % count:  # all ranks have the same number of images
             raise JointFailure(
                 f"a batch of {len(images)} images does not divide into {count} micro-batches: "
                 f"change micro_batches of distseg.distribute, or give batches of a multiple of "
                 f"{count} images"
             )
-        each = len(images) // count
-        self._used = chosen, each
+        self._used = known.criterion, each
         if self._in_engine != self._used:
-            self.engine.use_loss(chosen, each)
+            self.engine.use_loss(*self._used)
             self._in_engine = self._used
-        rows, first = self._rows(each, count)
-        return [
-            self._tile_batches(
-                images, targets, range(m * each, (m + 1) * each), first, rows.of_micro_batch(m)
-            )
-            for m in range(count)
-        ]
+        self._count_images(rows)
+        return micro_batches
 
-    def _rows(self, images: int, micro_batches: int) -> tuple[Rows, int]:
-        """Add the images of a new step to the count ``images_seen``, and return their numbers.
+    def _rows(self, images: int, micro_batches: int) -> Rows:
+        """Return the indices, in a step, of this sample group's images.
 
         Args:
             images: number of images of a sample group in a micro-batch.
             micro_batches: number of micro-batches in the step.
-
-        Returns:
-            (rows, first): ``rows`` has the indices, in the step, of this sample group's images.
-            ``first`` is the number, in the epoch, of the first image of the step.
         """
-        rows = Rows(self.mesh.shape.samples, self.mesh.sample, micro_batches, images)
-        first, self.images_seen = self.images_seen, self.images_seen + rows.total
+        return Rows(self.mesh.shape.samples, self.mesh.sample, micro_batches, images)
+
+    def _count_images(self, rows: Rows) -> None:
+        """Begin a step: add its images to the count ``images_seen``.
+
+        Args:
+            rows: the indices, in the step, of this sample group's images.
+        """
+        self.images_seen += rows.total
         self.engine.context.epoch = self.epoch
-        return rows, first
 
     def _arrays(self, given) -> Arrays | Stacked:
         """Return the images that the user gave, or refuse them if they do not fit the network."""
@@ -670,7 +694,13 @@ class DistributedModel(nn.Module):
             )
 
     def _tile_batches(
-        self, images: Arrays | Stacked, targets, chosen: Sequence[int], first: int, rows: list[int]
+        self,
+        images: Arrays | Stacked,
+        targets: Arrays | Tensor | OutputTargets | None,
+        chosen: Sequence[int],
+        rows: Rows,
+        micro_batch: int,
+        criterion: Criterion | None,
     ) -> list[TileBatch | LazyTileBatch]:
         """Return this rank's tile batches of a micro-batch.
 
@@ -678,14 +708,16 @@ class DistributedModel(nn.Module):
             images: the images of this sample group in the step.
             targets: the targets of ``images``, or None.
             chosen: the indices in ``images`` of the micro-batch's images.
-            first: the number, in the epoch, of the first image of the step.
-            rows: for each image of the micro-batch, its index among the images of the step.
+            rows: the indices, in the step, of this sample group's images.
+            micro_batch: the number of the micro-batch in the step.
+            criterion: the loss; None without targets.
         """
         engine = self.engine
         found = []
+        numbers = rows.of_micro_batch(micro_batch)
         for size, group in images.by_size(chosen):
             at = tuple(image - chosen[0] for image in group)
-            samples = tuple(first + rows[n] for n in at)
+            samples = tuple(self.images_seen + numbers[n] for n in at)
             for tile, window in owned_tiles(
                 size,
                 engine.config.mesh.tiles,
@@ -694,34 +726,47 @@ class DistributedModel(nn.Module):
                 engine.reading,
             ):
                 place = TilePlacement(size, tile, window, at, samples)
-                found.append(self._tile_batch(images, targets, group, place))
+                found.append(self._tile_batch(images, targets, group, place, criterion))
         return found
 
     def _tile_batch(
-        self, images: Arrays | Stacked, targets, group: list[int], place: TilePlacement
+        self,
+        images: Arrays | Stacked,
+        targets: Arrays | Tensor | OutputTargets | None,
+        group: list[int],
+        place: TilePlacement,
+        criterion: Criterion | None,
     ) -> TileBatch | LazyTileBatch:
         """Return the pixels and labels of one tile of several images of equal size.
 
-        If tiles are streamed, pixels and labels are read later, when they are needed.
+        If tiles are streamed, pixels and labels are read later, when they are needed. Labels are
+        checked when they are read.
 
         Args:
             images, targets: all images and targets of the step.
             group: the indices of the images of this tile batch.
             place: the tile and its window.
+            criterion: the loss; None without targets.
+
+        Raises:
+            ValueError: the criterion cannot take the value of a label.
         """
 
         def pixels(box: Box) -> Tensor:
             return images.read(group, box)
 
         def labels(box: Box) -> Tensor:
-            return self._labels(targets, group, self.engine.loss, box)
+            assert targets is not None and criterion is not None
+            found = self._labels(targets, group, criterion, box)
+            criterion.check_values(found)
+            return found
 
         pipeline = self.engine.pipeline
         if self.engine.streaming:
             return LazyTileBatch(place, pixels, labels)
         return TileBatch(
             pixels(place.window) if pipeline.first else None,
-            labels(place.tile) if pipeline.last and targets is not None else None,
+            labels(place.tile) if pipeline.last and criterion is not None else None,
             place,
         )
 
@@ -887,6 +932,7 @@ class DistributedModel(nn.Module):
         """
         return Shard(self, array)
 
+    @_joint_call
     def forward(self, shard: Shard) -> Tensor:
         """Return the logits of this rank's tile with their autograd graph, (B, C', *tile.size).
 
@@ -922,17 +968,15 @@ class DistributedModel(nn.Module):
             self._check_changes()
             images = self._arrays(shard.given)
             self._check(images)
-        self._check_groups(images)
-        rows, first = self._rows(len(images), 1)
-        batches = self._tile_batches(
-            images, None, range(len(images)), first, rows.of_micro_batch(0)
-        )
-        with raise_jointly(self.mesh.world):
+            rows = self._rows(len(images), 1)
+            batches = self._tile_batches(images, None, range(len(images)), rows, 0, None)
             if len(batches) > 1:
                 raise ValueError(
                     "model(shard) takes images of one size, with one tile on each rank: for other "
                     "images or tiles call model.backward(image, target, criterion)"
                 )
+        self._check_groups(images)
+        self._count_images(rows)
         assert isinstance(batches[0], TileBatch)  # tiles are not streamed
         batch = self.engine.to_device(batches[0])
         with self.engine.autocast():
@@ -959,12 +1003,19 @@ class DistributedModel(nn.Module):
                 "a criterion must get the unchanged output of the last model(shard): do any "
                 "computation with the output inside the criterion's function"
             )
+        return self._loss(output, target, criterion)
+
+    @_joint_call
+    def _loss(self, output: Tensor, target: Shard, criterion: Criterion) -> Tensor:
+        """Return the loss of the step; the arguments are those of :meth:`loss`."""
+        assert self._eager is not None
         place, rows, images, _, seen = self._eager
         with raise_jointly(self.mesh.world):
             targets = self._targets(target.given, images)
             known = self._criterion(criterion, targets)
             chosen = known.criterion
             labels = self._labels(targets, list(range(len(images))), chosen, place.tile)
+            chosen.check_values(labels)
         self._check_marks(self.mesh.world.allgather(known.mark))
         self._used = chosen, len(images)
         partial = chosen.rows(_Seen.apply(output, seen), upload(labels, output.device))
@@ -1001,6 +1052,7 @@ class DistributedModel(nn.Module):
     @overload
     def predict(self, image: object) -> Tensor | list[Tensor]: ...
 
+    @_joint_call
     def predict(self, image, outputs=None):
         """Return the logits of whole images, on every rank.
 
@@ -1068,8 +1120,9 @@ class DistributedModel(nn.Module):
                 f"predict_tiles takes one image, got {len(arrays)}: call it once for each image"
             )
         (channels,) = self._parts(None).values()
-        for box, logits in self._tiles_of(arrays, 0):
-            yield box, logits[channels]
+        with self.mesh.joint_call():
+            for box, logits in self._tiles_of(arrays, 0):
+                yield box, logits[channels]
 
     def _parts(self, names: Sequence[str] | None) -> dict[str, slice]:
         """Return the channels of outputs in the network's result in evaluation, by name.

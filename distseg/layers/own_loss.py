@@ -8,6 +8,7 @@ kinds.
 from __future__ import annotations
 
 import copy
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -561,8 +562,8 @@ def _check_extremes(
         function: the user's function.
         outputs: number of channels and dims of the network's output.
         target: the target on a tile.
-        size: the size of the two images with which the function is tried. One has the smallest
-            value everywhere, the other one the largest value.
+        size: the size of the two images with which the function is tried. Their values are the
+            smallest and the largest one in turns.
         ignore_index: integer value that marks invalid pixels, or None.
         name: words for the function in error messages.
 
@@ -571,13 +572,13 @@ def _check_extremes(
     """
     if (ends := extremes(target, ignore_index)) is None:
         return
-    ones = (1,) * (target.dim() - 1)
-    values = torch.tensor(ends, dtype=target.dtype, device=target.device).view(2, *ones)
-    sample = values.expand(2, *target.shape[1 : target.dim() - len(size)], *size)
+    shape = (2, *target.shape[1 : target.dim() - len(size)], *size)
+    values = torch.tensor(ends, dtype=target.dtype, device=target.device)
+    sample = values[torch.arange(math.prod(shape), device=target.device).view(shape) % 2]
     logits = torch.zeros(2, outputs.channels, *size, dtype=outputs.dtype, device=target.device)
     try:
         with torch.no_grad():
-            function(logits, sample.contiguous())
+            function(logits, sample)
     except Exception as e:  # a user's function may raise anything
         ignored = "NaN" if target.is_floating_point() else str(ignore_index)
         mark = "" if ignored == "None" else f", or mark pixels as invalid by {ignored}"

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from distseg.config.settings import LossConfig
+from distseg.layers.criterion import extremes, extremes_on_device
 from distseg.layers.loss import _TERMS, Loss, parse
 
 IGNORE = 255
@@ -284,3 +285,13 @@ def test_parse_errors(text, message):
 def test_what_does_not_fit_is_refused_before_any_work(config, classes, message):
     with pytest.raises(ValueError, match=message):
         Loss(config, classes)
+
+
+@pytest.mark.parametrize("ignored", [None, 255])
+@pytest.mark.parametrize(
+    "values", [[3, 255, 7], [255, 255], [0, 4], [1.5, math.nan, -2.0], [math.nan]]
+)
+def test_extremes_on_a_device_are_those_on_the_cpu(values, ignored):
+    """They are computed by other functions: NumPy's on a CPU, PyTorch's on a GPU."""
+    target = torch.tensor(values)
+    assert extremes_on_device(target, ignored) == extremes(target, ignored)

@@ -175,8 +175,10 @@ def extremes(target: Tensor, ignore_index: int | None) -> tuple[float, float] | 
         target: the target, of any shape; NaN marks invalid values.
         ignore_index: integer value that marks invalid values, or None.
     """
+    if target.device.type != "cpu":
+        return extremes_on_device(target, ignore_index)
     # NumPy's minimum under a mask is many times faster than PyTorch's on a CPU.
-    values = (target.float() if target.dtype == torch.bfloat16 else target).cpu().numpy()
+    values = (target.float() if target.dtype == torch.bfloat16 else target).numpy()
     if target.is_floating_point():
         low, high = (end.reduce(values, axis=None).item() for end in (np.fmin, np.fmax))
         return None if math.isnan(low) else (low, high)
@@ -188,6 +190,20 @@ def extremes(target: Tensor, ignore_index: int | None) -> tuple[float, float] | 
     if high == ignore_index:
         high = values.max(where=values != ignore_index, initial=low)
     return low.item(), high.item()
+
+
+def extremes_on_device(target: Tensor, ignore_index: int | None) -> tuple[float, float] | None:
+    """Return :func:`extremes` of a target on a GPU, from which only two numbers are copied."""
+    ends: torch.finfo | torch.iinfo
+    if target.is_floating_point():
+        valid, ends = ~target.isnan(), torch.finfo(target.dtype)
+    else:
+        everywhere = torch.ones_like(target, dtype=torch.bool)
+        valid = everywhere if ignore_index is None else target != ignore_index
+        ends = torch.iinfo(target.dtype)
+    found = target.where(valid, ends.max).amin(), target.where(valid, ends.min).amax()
+    low, high = torch.stack(found).tolist()
+    return None if low > high else (low, high)
 
 
 class WeightedSum(Criterion):

@@ -1,6 +1,8 @@
 """Predictions end to end on real ranks: no seams, taken up, never over another's files, from stores and from image files."""
 
 import json
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 
 import h5py
@@ -19,6 +21,7 @@ from distseg.comm.alone import Alone
 from distseg.comm.launch import JointFailure
 from distseg.config.settings import ApproximateConfig
 from distseg.config.sizes import Size
+from distseg.data import class_files
 from distseg.data.formats.readers import open_image
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter
@@ -108,6 +111,34 @@ def test_an_interrupted_prediction_is_taken_up(comm, folder, monkeypatch, norm):
     if comm.rank == 0:
         with h5py.File(folder / "again/image3.h5") as f:
             assert np.array_equal(f["classes"][:], taken_up)
+
+
+@pytest.mark.parallel(1)
+def test_tiles_are_kept_if_other_classes_are_traced(comm, folder, monkeypatch):
+    """A file that cannot be written costs no tiles, also if classes and formats then differ."""
+    plan = config(folder, norm="batch", epochs=1)
+    train(plan, comm)
+    names = read_manifest(find(folder / "run"))["data"]["classes"]
+
+    def run(traced, *formats):
+        settings = replace(plan.predict, formats=list(formats), trace=traced)
+        args = comm, None, "test", str(folder / "found")
+        return run_predict(str(folder / "run"), replace(plan, predict=settings), *args)
+
+    def too_large(*_):
+        raise ValueError("the outline of an object is too large")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(class_files, "write_objects", too_large)
+        with pytest.raises(ValueError, match="too large"):
+            run(names[:1], "objects", "gpkg")
+    monkeypatch.setattr(Predictor, "__call__", None)  # no tile is computed
+    run(names[1:], "hdf5", "gpkg")
+    maps = [p.name for p in (folder / "found").iterdir()]
+    assert sorted(maps) == ["image3.gpkg", "image3.h5"]
+    with closing(sqlite3.connect(folder / "found/image3.gpkg")) as file:
+        found = file.execute("SELECT DISTINCT name FROM objects").fetchall()
+    assert {name for (name,) in found} <= set(names[1:])
 
 
 @pytest.mark.parallel(1)

@@ -423,7 +423,11 @@ def predict(
     partial = None
     if first and not are_there(paths, of_files):
         partial = PartialMap(
-            paths[0].with_suffix(".partial"), of_tiles, tuple(source.size), every, likely
+            paths[0].with_name(f"{source.name}.partial"),
+            of_tiles,
+            tuple(source.size),
+            every,
+            likely,
         )
     numbers = predictor.agree(partial.missing if partial else None)
     if numbers is None:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from distseg.data import file_progress
-from distseg.data.class_files import file_progress as progress_of
+from distseg.data.class_files import progress_of
 from distseg.data.file_progress import FileProgress
 
 

@@ -99,7 +99,7 @@ def trace_maps(
 @contextmanager
 def _shown(labels: LabelMap, file: Path) -> Iterator[LabelMap]:
     """Yield a label map that shows, whenever it is read, the progress of writing ``file``."""
-    with class_files.file_progress(file, math.prod(labels.size)) as shown:
+    with class_files.progress_of(file, math.prod(labels.size)) as shown:
 
         def read(rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
             found = labels.read(rows)

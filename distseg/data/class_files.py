@@ -19,6 +19,7 @@ from types import ModuleType
 
 import numpy as np
 
+from distseg.comm.launch import release_freed_memory
 from distseg.data.file_progress import FileProgress
 from distseg.data.formats.cog_writer import copy_as_cog
 from distseg.data.formats.georeference import Georeference
@@ -222,7 +223,7 @@ def form_of(path: Path) -> str:
     return max(fits, key=lambda form: len(FORMS[form]))
 
 
-def file_progress(path: Path, pixels: int) -> FileProgress:
+def progress_of(path: Path, pixels: int) -> FileProgress:
     """Return the progress display of writing a class map of ``pixels`` pixels to ``path``."""
     return FileProgress(path.name, _PHASES.get(form_of(path), ("classes",)), pixels)
 
@@ -243,7 +244,7 @@ def write(
         classes: the names and colours of the classes.
         identity: a digest of everything that the result depends on, to store in the file.
         advance: called with each number of pixels that a phase of the work has finished
-            (:func:`file_progress`).
+            (:func:`progress_of`).
         scratch: a folder for temporary files, on the disk of ``path``.
     """
     form = form_of(path)
@@ -434,6 +435,7 @@ def _write_cog(
     _write_tiff(plain, arrays, classes, identity, advance)
     # GDAL first writes the overviews to a temporary file, at most a third of the plain file.
     require_disk_space(path, 2 * plain.stat().st_size, "a class map as COG")
+    release_freed_memory()  # GDAL's thread cannot use what this thread has freed
     copy_as_cog(plain, path, scratch, copied)
     plain.unlink()
 

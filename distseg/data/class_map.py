@@ -193,7 +193,7 @@ class PartialMap:
     def _write_file(self, path: Path, classes: class_files.Classes, identity: str) -> None:
         """Write the finished result to a file, and show the progress."""
         release_freed_memory()  # that feature maps or the previous file took
-        with class_files.file_progress(path, self._bytes["classes"]) as shown:
+        with class_files.progress_of(path, self._bytes["classes"]) as shown:
 
             def advance(pixels: int) -> None:
                 self._leave_memory()

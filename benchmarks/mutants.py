@@ -93,7 +93,7 @@ MUTANTS = (
     Mutant("ranks of a node do not share the network", "planning/machine.py", "speed = self.link if ranks <= self.ranks else self.network / self.ranks", "speed = self.link if ranks <= self.ranks else self.network", "rates"),
     Mutant("the search keeps one layout of a family", "planning/mesh_search.py", "return len(known) < wanted or least <= known[wanted - 1][0].seconds", "return len(known) < wanted or least <= known[0][0].seconds", "layouts"),
     Mutant("the search recomputes nothing where no cut fits", "planning/mesh_search.py", "                    add_again(one)  # no split into stages fits, or stages would share a weight\n", "                    pass\n", "layouts"),
-    Mutant("all of a backward pass waits for the weights", "planning/pass_times.py", "sum(layer.backward / 2 for layer in layers if layer.puts_off)", "sum(layer.backward for layer in layers if layer.puts_off)", "profile"),
+    Mutant("all of a backward pass waits for the weights", "planning/pass_times.py", "sum(layer.backward * layer.put_off for layer in layers)", "sum(layer.backward for layer in layers)", "profile"),
     Mutant("a message's latency counts in its rate", "planning/calibration.py", "return small.seconds, large.bytes / max(1e-9, large.seconds - small.seconds)", "return small.seconds, large.bytes / max(1e-9, large.seconds)", "rates"),
     Mutant("the last draw of patches is too small", "training/patchgd/engine.py", "start = min(at * share, count - share)", "start = at * share", "patchgd"),
     Mutant("the last update of a step divides by iterations that are not there", "training/patchgd/engine.py", "norms.append(self._update(rate, 1 + j % every))", "norms.append(self._update(rate, every))", "patchgd"),

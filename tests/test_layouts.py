@@ -34,6 +34,7 @@ from distseg.config.settings import (
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import plain_model
+from distseg.planning.cluster import Cluster
 from distseg.planning.held import Policy, largest_holdings
 from distseg.planning.layout_pictures import plot_layouts
 from distseg.planning.live_tensors import TileTensors, stage_tensors
@@ -42,6 +43,7 @@ from distseg.planning.mesh_layout import FAMILIES, MeshLayout, Prediction
 from distseg.planning.mesh_search import Planner, _Found
 from distseg.planning.rank_memory import held_at_once
 from distseg.planning.rates import Rate, Rates
+from distseg.planning.step_simulation import simulate_step
 from distseg.planning.step_tasks import Tiles
 from distseg.report.style import PALETTE
 from distseg.tiling.tile import tiles, window
@@ -351,6 +353,19 @@ def test_activations_take_more_memory_than_their_tensors(tiles, stages):
     if stages == 1:
         assert most.memory - 7 - weights == pytest.approx(1.5 * (least.memory - 7 - weights))
     assert least.memory < most.memory < 1.5 * least.memory
+
+
+def test_layers_that_compute_nothing_take_no_time():
+    plan = planner(batch=1, at=machine(call=1e3), dropout=0.0)
+    costs, one = plan.work.costs, layout(m=1)
+    quiet = {layer.name for layer in costs.layers if not layer.forward}
+    assert {"enc0_stash", "enc0_drop0"} <= quiet and "enc0_pool" not in quiet
+    assert costs.calls[0] == len(costs.layers) - len(quiet)
+    seconds = plan.predict(one).seconds
+    assert seconds == pytest.approx(1e3 * sum(costs.calls), rel=1e-4)
+    cluster, balance = Cluster(plan.machine, 1), (len(costs.layers),)
+    step = simulate_step(plan.work, plan.grids, one, balance, cluster)
+    assert step.seconds == pytest.approx(seconds, rel=1e-4)
 
 
 def test_the_spread_is_that_of_a_timed_step():

@@ -38,6 +38,8 @@ def test_flops_of_convolutions():
         4 * 9 * 8 * 16 * 16 * 24 * 5,
     )
     assert (activation.forward, activation.backward) == (0, 0)
+    # The first layer computes no gradient of the image, so all of its backward pass can wait.
+    assert (first.put_off, activation.put_off, last.put_off) == (1, 0, 0.5)
     assert (first.parameters, last.parameters, last.output) == (
         3 * 8 * 9 + 8,
         8 * 16 * 9,

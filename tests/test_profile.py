@@ -277,8 +277,8 @@ def test_passes_of_stages_are_modelled():
             and of("recompute") == pytest.approx(1.5 * there)
             and of("backward", "weight") == pytest.approx(1.5 * back)
         )
-        waits = sum(layer.backward for layer in costs.costs.layers if layer.puts_off)
-        assert of("weight") == pytest.approx(1.5 * waits / 2 if "weight" in kinds else 0)
+        waits = sum(layer.backward * layer.put_off for layer in costs.costs.layers)
+        assert of("weight") == pytest.approx(1.5 * waits if "weight" in kinds else 0)
         busy = [sum(passes.values()) for passes in ranks]
         assert max(busy) <= passes.simulated(1.0).makespan <= sum(busy)
 

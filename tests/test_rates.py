@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from distseg.cli.calibrate import calibrate, text
 from distseg.cli.main import main
 from distseg.comm.alone import Alone
 from distseg.config.settings import RunConfig
-from distseg.planning import calibration
+from distseg.planning import calibration, roofline
 from distseg.planning.cost import modelled
 from distseg.planning.machine import as_profile, load_machine
-from distseg.planning.rates import Curve, Rate, Rates, Shape, Timing
-from distseg.planning.roofline import ARITHMETIC, Device
+from distseg.planning.rates import SHAPED, Curve, Rate, Rates, Shape, Timing, rates_of
+from distseg.planning.roofline import ARITHMETIC, Device, kernel_seconds
 
 TABLE = [
     Rate("convolution", "fp32", 4, 100, 1.0),
@@ -70,7 +71,7 @@ def test_the_share_of_the_flops_outside():
     model = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.Conv2d(4, 16, 1, bias=False))
     rates = Rates(tuple(Rate("convolution", "fp32", 4, n, 1e9) for n in (100, 10_000)))
     found = modelled(model, (20, 20), 1, Device("", 1.0, 1e30, rates))
-    # The second layer has the geometric mean of 8 channels; the first one has no input gradient.
+    # The second layer has 16 channels, which were not measured; the first has no input gradient.
     assert found.outside == pytest.approx(3 * 4 / (3 * 4 + 2))
 
 
@@ -81,6 +82,47 @@ def test_transposed_convolutions_have_their_own_rate():
     conv, up = modelled(model, (20, 20), 1, Device("", 1.0, 1e30, Rates(rates))).layers
     assert conv.forward == pytest.approx(2 * 16 * 400, rel=1e-6)
     assert up.forward == pytest.approx(2 * 16 * 4 * 400 / 10, rel=1e-6)
+
+
+def test_a_step_gives_rates_of_what_is_not_as_fast_as_memory():
+    found = rates_of(
+        [
+            (Shape("convolution", 8, 64, 100), 2.0),
+            (Shape("convolution", 8, 64, 300), 3.0),
+            (Shape("pooling", 8, 16, 10), 5.0),
+            (Shape("norm", 8, 64, 10), 1.0),
+            (Shape("transposed", 8, 64, 0), 1.0),
+        ],
+        "fp32",
+    )
+    assert found.rows == (
+        Rate("convolution", "fp32", 8, 64, 80.0),
+        Rate("pooling", "fp32", 8, 16, 2.0),
+    )
+    assert [row.rate for row in found.divided(2).rows] == [40, 1]
+
+
+def test_each_kernel_of_a_step_is_timed(monkeypatch):
+    """The n-th reading of the clock is n² / 2, so that the first run of a kernel is the fastest."""
+    readings = iter(range(1000))
+    monkeypatch.setattr(
+        roofline, "time", SimpleNamespace(perf_counter=lambda: next(readings) ** 2 / 2)
+    )
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 1), nn.MaxPool2d(2), nn.Upsample(scale_factor=2)
+    )
+    x = torch.ones(1, 2, 4, 4)
+    found = kernel_seconds(lambda: model(x).sum().backward(), 2, torch.device("cpu"))
+    shaped = [(*shape[:3], seconds) for shape, seconds in found if shape.kind in SHAPED]
+    convolutions = [one for one in shaped if one[0] == "convolution"]
+    assert [one[1:3] for one in convolutions] == [(4, 16), (3, 16), (3, 16), (4, 16)]
+    assert [one[:3] for one in shaped if one not in convolutions] == [
+        ("pooling", 3, 4),
+        ("resampling", 3, 16),
+        ("resampling", 3, 4),
+        ("resampling", 3, 16),
+    ]
+    assert convolutions[0][3] == 0.5
 
 
 def test_messages_take_the_measured_time():
@@ -136,8 +178,8 @@ def test_a_profile_keeps_its_numbers_and_tables(tmp_path):
     "change, message",
     [
         (
-            lambda p: p.update(version=3),
-            "has the version 3, but this distseg reads versions up to 2",
+            lambda p: p.update(version=4),
+            "has the version 4, but this distseg reads versions up to 3",
         ),
         (lambda p: p["latency"].update(table=[]), "latency must have the fields value, unit"),
         (
@@ -151,7 +193,7 @@ def test_a_profile_keeps_its_numbers_and_tables(tmp_path):
         ),
         (
             lambda p: p["traffic"]["table"][0].update(precision="int8"),
-            "a precision among fp32, bf16",
+            "a precision among fp64, fp32, bf16",
         ),
         (lambda p: p["traffic"]["table"][0].update(rate=-1), "has rate -1: give a number above 0"),
         (lambda p: p["traffic"]["table"][0].update(cells="x"), "has cells 'x': give a number"),
@@ -176,7 +218,7 @@ def run(words) -> int:
 @pytest.fixture
 def few(monkeypatch):
     shapes = {"convolution": [(2, 8), (4, 8)], "transposed": [(2, 8)], "norm": [(2, 8)]}
-    shapes |= {"copy": [(2, 8)], "elementwise": [(2, 8)]}
+    shapes |= {kind: [(2, 8)] for kind in ("copy", "elementwise", "pooling", "resampling")}
     monkeypatch.setattr(calibration, "_SHAPES", shapes)
     monkeypatch.setattr(calibration, "_BYTES", (8, 4096))
 
@@ -191,6 +233,8 @@ def test_the_command_measures_this_machine(few, tmp_path, capsys):
         ("convolution", "fp32", 4, 64),
         ("transposed", "fp32", 2, 256),
         *((kind, "fp32", 2, 64) for kind in ("norm", "copy", "elementwise")),
+        ("pooling", "fp32", 2, 16),
+        ("resampling", "fp32", 2, 256),
     } <= measured
     assert not found.timings and found.kinds["link"] == "guess"
     assert "convolution" in said and "network, ranks" in said

@@ -9,6 +9,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -41,7 +42,8 @@ from distseg.planning.live_tensors import NetworkTensors, tensors_of
 from distseg.planning.machine import Machine
 from distseg.planning.mesh_layout import MeshLayout, Work
 from distseg.planning.rates import PRECISIONS as RATED
-from distseg.planning.roofline import CORE, fastest, this_cpu
+from distseg.planning.rates import Shape, rates_of
+from distseg.planning.roofline import CORE, fastest, kernel_seconds, seconds_of, this_cpu
 from distseg.planning.stage_memory import memory_of_image
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose
@@ -51,6 +53,7 @@ from distseg.training.engine import Engine
 from distseg.training.verify import RandomImages, own_pieces, prepare
 
 _SECONDS = 2.0  # duration of a timed step
+_STEPS = 3  # steps that are timed, of which the fastest counts
 # A step with fewer bytes of activations does not show how much of the memory lies in gaps.
 _ENOUGH = 32e6
 # Gaps grow a little in later steps, and small tiles have more (benchmarks/layout_memory.py).
@@ -59,6 +62,26 @@ _MARGIN, SLACK = 1.03, 32e6
 _PAIRS, _REPEATS = 6, 10
 EXCHANGE = 3e-4  # seconds of an exchange (Machine.exchange), if a single rank measures
 SPREAD = 2.0  # bytes that a process takes for a byte of activations, if not measured
+
+
+class _TimedStep(NamedTuple):
+    """Step that each rank computes alone, as :meth:`PlannedTraining.measure` times it.
+
+    The numbers are the largest ones of all ranks.
+
+    Attributes:
+        seconds: the seconds of the step.
+        forward: the share of the seconds in the forward pass.
+        base: the bytes that the process takes besides the step, such as libraries.
+        rise: the bytes that it takes more in the step.
+        kernels: kind, shape and seconds of each kernel of the step.
+    """
+
+    seconds: float
+    forward: float
+    base: int
+    rise: int
+    kernels: list[tuple[Shape, float]]
 
 
 @dataclass(frozen=True)
@@ -192,25 +215,26 @@ class PlannedTraining:
         device = set_up(world, config.run.device, config.run.threads).device
         throughput = this_cpu() if device.type == "cpu" else CORE
         precision, last = choose(config.train, device, world)
-        sizes = self._timed_sizes()
-        rows = []
-        for size in sizes:
-            seconds, share, base, rise = self._timed(size, world, device)
-            costs = modelled(self.model, size, config.data.images, throughput, precision)
-            rows.append((seconds, sum(costs.forward) + sum(costs.backward), 2 * len(costs.layers)))
-        images = config.data.images
+        images, sizes = config.data.images, self._timed_sizes()
+        smaller, larger = (self._timed(size, world, device) for size in sizes)
+        if precision in RATED:
+            rates = rates_of((*smaller.kernels, *larger.kernels), precision)
+            throughput = replace(throughput, rates=rates)
+        fewer, costs = (modelled(self.model, size, images, throughput, precision) for size in sizes)
+        less, more = (sum(each.forward) + sum(each.backward) for each in (fewer, costs))
+        calls, small, large = sum(costs.calls), smaller.seconds, larger.seconds
         tensors = tensors_of(self.model, sizes[-1], images, precision, last, self._loss)
-        spread = self._spread(tensors, rise)
-        (small, less, calls), (large, more, _) = rows
+        spread = self._spread(tensors, larger.rise)
         factor = (large - small) / (more - less) if more > less and large > small else large / more
         # Images may be so small that calls take nearly all the time; some is left for the
         # arithmetic.
         call = min(max(1e-7, (small - factor * less) / calls), 0.9 * large / calls)
         forward, backward = (
-            max(0.1 * seconds, seconds - calls / 2 * call) / sum(layers)
-            for seconds, layers in (
-                (share * large, costs.forward),
-                ((1 - share) * large, costs.backward),
+            max(0.1 * seconds, seconds - count * call) / sum(layers)
+            for seconds, layers, count in zip(
+                (larger.forward * large, (1 - larger.forward) * large),
+                (costs.forward, costs.backward),
+                costs.calls,
             )
         )
         latency, link, known = _messages(world)
@@ -229,12 +253,13 @@ class PlannedTraining:
             link,
             link,
             memory,
-            base + SLACK,
+            larger.base + SLACK,
             ranks,
             spread,
             exchange,
             forward / backward,
             precision,
+            throughput.rates.divided(backward),
             kinds=measured
             | dict.fromkeys(("latency", "link", "ranks", "exchange"), guessed)
             | {"network": "guess"},
@@ -246,18 +271,13 @@ class PlannedTraining:
             | {"exchange": f"small tiles on {world.size} ranks" if known else "none"},
         )
 
-    def _timed(self, size: Size, world, device: torch.device) -> tuple[float, float, int, int]:
+    def _timed(self, size: Size, world, device: torch.device) -> _TimedStep:
         """Time steps that each rank computes alone.
 
         Args:
             size: the size of the images.
             world: the communicator of the ranks, which all compute at the same time.
             device: the device of this rank.
-
-        Returns:
-            The seconds of a step; the share of them in the forward pass; the bytes that the process
-            takes besides the step, such as libraries; and the bytes that it takes more in the step.
-            Each is the largest of all ranks.
         """
         gc.collect()
         release_freed_memory()
@@ -265,14 +285,22 @@ class PlannedTraining:
         world.Barrier()
         layout = MeshLayout(1, Size((1,) * len(self.size)), 1, "all", 1, "auto", "never")
         engine, own = replace(self, size=size).step(layout, Alone(), device)
-        trace = watch(engine, Alone())
-        seconds = fastest(partial(engine.backward, own), 3, device)
+        engine.backward(own)  # warms up
+        trace, runs = watch(engine, Alone()), []
+        for _ in range(_STEPS):
+            trace.spans.clear()
+            seconds = seconds_of(partial(engine.backward, own), device)
+            spent = own_seconds(trace.spans)
+            runs.append((seconds, spent["forward"], spent["backward"]))
+        seconds, forward, backward = map(min, zip(*runs))
         # A process keeps freed memory (keep_freed_memory), so it still takes as much as before.
         peak = peak_memory(device)
         peak = peak if peak > earlier else memory_in_use(device)
-        spent = own_seconds(trace.spans)
-        share = spent["forward"] / (spent["forward"] + spent["backward"])
-        return tuple(map(max, zip(*world.allgather((seconds, share, base, peak - base)))))
+        share = forward / (forward + backward)
+        largest = map(max, zip(*world.allgather((seconds, share, base, peak - base))))
+        kernels = world.allgather(kernel_seconds(partial(engine.backward, own), 2, device))
+        slowest = [(same[0][0], max(took for _, took in same)) for same in zip(*kernels)]
+        return _TimedStep(*largest, slowest)
 
     def _spread(self, network: NetworkTensors, rise: int) -> float:
         """Return the number of bytes that a process takes for each byte of activations.

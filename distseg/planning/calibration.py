@@ -28,6 +28,8 @@ _SHAPES = {
     "norm": [(32, side) for side in (32, 128, 512)],
     "elementwise": [(32, side) for side in (32, 128, 512)],
     "copy": [(32, side) for side in (32, 128, 512)],
+    "pooling": [(32, side) for side in (32, 128, 512)],
+    "resampling": [(32, side) for side in (32, 128, 512)],
 }
 # The operations whose rates stand for all shapes where a profile has room for one number.
 TYPICAL = {
@@ -100,6 +102,8 @@ def _operation(
             "norm": partial(F.instance_norm, x),
             "elementwise": partial(F.leaky_relu, x, 0.01),
             "copy": x.clone,
+            "pooling": partial(F.max_pool2d, x, 2),
+            "resampling": partial(F.interpolate, x, scale_factor=2),
         }
         return calls[kind]
     width = 2 if kind == "transposed" else 3

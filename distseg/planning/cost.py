@@ -37,8 +37,8 @@ class LayerCost:
         forward, backward: seconds of a pass.
         parameters: number of parameters.
         output: bytes of the output.
-        puts_off: True if the layer has convolutions. A schedule may then compute its weight
-            gradients later than its input gradient.
+        put_off: the share of the backward pass that computes gradients of convolution weights,
+            which a schedule may compute later than the gradients of the layer's inputs.
     """
 
     name: str
@@ -46,7 +46,7 @@ class LayerCost:
     backward: float
     parameters: int
     output: int
-    puts_off: bool = False
+    put_off: float = 0.0
 
 
 class Seconds(NamedTuple):
@@ -80,6 +80,11 @@ class Costs:
     def skips(self) -> list[Skip]:
         """Skips of the model: feature maps that a layer other than the next one reads."""
         return skips_of(self.inputs)
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        """Number of layers that compute anything in their forward pass, and in their backward."""
+        return sum(map(bool, self.forward)), sum(map(bool, self.backward))
 
     @property
     def forward(self) -> list[float]:
@@ -139,7 +144,7 @@ def modelled(
                 device.seconds(backward, kind),
                 parameters,
                 output.nbytes,
-                convolves,
+                (0.5 if call.image is None else 1.0) if convolves else 0.0,
             )
         )
     inputs = tuple(call.reads for call in calls_of(model))

@@ -32,7 +32,7 @@ class Alone:
     """
 
     def __init__(self, layer: nn.Module, inputs: Sequence[Tensor], image: int | None, readers: int):
-        self.layer, self.readers = layer, readers
+        self.layer, self.image, self.readers = layer, image, readers
         self.inputs = [
             x.detach().requires_grad_(number != image) for number, x in enumerate(inputs)
         ]

@@ -135,7 +135,7 @@ class Machine:
 
 
 _WORDS = ("name", "precision", "rates", "timings", "kinds", "sources")
-VERSION = 2
+VERSION = 3  # 2 had no rates of poolings and of other changes of size
 # The kinds of rows that the table of a number may have.
 _TABLES = {"arithmetic": ARITHMETIC, "traffic": TRAFFIC, "link": TIMINGS}
 NUMBERS = tuple(f.name for f in fields(Machine) if f.name not in _WORDS)

@@ -127,9 +127,7 @@ class _Stages:
         layers = self.partition.ranges[stage]
         backward, weight = sum(self.seconds.backward[layers.start : layers.stop]), 0.0
         if self.partition.stages > 1 and splits(self.policy.schedule):
-            weight = sum(
-                self.seconds.backward[n] / 2 for n in layers if self.costs.layers[n].puts_off
-            )
+            weight = sum(self.seconds.backward[n] * self.costs.layers[n].put_off for n in layers)
         return sum(self.seconds.forward[layers.start : layers.stop]), backward - weight, weight
 
     @cached_property
@@ -435,7 +433,8 @@ class Planner:
         costs = self.work.costs
         passes = np.array([costs.forward, costs.backward]).T
         shares, copies = np.array(tile.shares)[:, None], np.array(tile.copies)
-        return shares * passes + self.machine.call + copies / self.machine.traffic
+        calls = self.machine.call * (passes > 0)
+        return shares * passes + calls + copies / self.machine.traffic
 
     def _halos(self, layers: _LayersOnTile) -> np.ndarray:
         """Return the seconds of halo exchanges before each layer: (n, 2), forward and backward."""
@@ -473,15 +472,14 @@ class Planner:
         The bound assumes the smallest possible size for the slowest tile of the layout's grid, and
         that halo messages take no time.
         """
-        share, layers = self.grids.least_share(layout.tiles), len(self.work.costs.layers)
+        share, norm = self.grids.least_share(layout.tiles), self._norm_seconds(layout)
         forward, backward, longest = self._totals
-        besides, norm = layers * self.machine.call, self._norm_seconds(layout)
-        if norm:
-            besides += len(self.work.norms) * (norm + self.machine.exchange)
+        there, back = (self.machine.call * count for count in self.work.costs.calls)
+        norms = len(self.work.norms) * (norm + self.machine.exchange) if norm else 0.0
         return self._least(
             layout,
-            share * forward + besides,
-            share * backward + besides,
+            share * forward + there + norms,
+            share * backward + back + norms,
             share * longest[_forward_passes(layout)],
         )
 
@@ -674,7 +672,7 @@ class Planner:
         span, busiest = found.simulated
         m, costs = layout.micro_batches, self.work.costs
         passes = (sum(costs.forward) + sum(costs.backward)) / layout.tiles.volume
-        once = m * (passes + 2 * self.machine.call * len(costs.layers)) / layout.stages
+        once = m * (passes + self.machine.call * sum(costs.calls)) / layout.stages
         computed = m * sum(map(sum, self._alone(tile))) / layout.stages
         halos, norms = (
             m / layout.stages * sum(map(sum, each))

@@ -109,9 +109,7 @@ class StagePasses:
             if self.partition.ranges[stage] == range(0)
             else [self._costs.layers[n] for n in self.partition.ranges[stage]]
         )
-        put_off = (
-            sum(layer.backward / 2 for layer in layers if layer.puts_off) if self.splits else 0.0
-        )
+        put_off = sum(layer.backward * layer.put_off for layer in layers) if self.splits else 0.0
         backward = sum(layer.backward for layer in layers)
         return self._share * {"weight": put_off, "backward": backward - put_off}.get(
             kind, sum(layer.forward for layer in layers)

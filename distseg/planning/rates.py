@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,8 +18,10 @@ import numpy as np
 
 # Kinds of operations: those with arithmetic have rates in FLOP/s, the others in bytes/s.
 ARITHMETIC = ("convolution", "transposed")
-TRAFFIC = ("norm", "elementwise", "copy")
-PRECISIONS = ("fp32", "bf16")
+TRAFFIC = ("norm", "elementwise", "copy", "pooling", "resampling")
+# Kinds of operations whose rate depends more on the shape than on the speed of the memory.
+SHAPED = (*ARITHMETIC, "pooling", "resampling")
+PRECISIONS = ("fp64", "fp32", "bf16")
 
 
 class Shape(NamedTuple):
@@ -69,6 +71,10 @@ class Rates:
     def __bool__(self) -> bool:
         return bool(self.rows)
 
+    def divided(self, factor: float) -> Rates:
+        """Return the table with all rates divided by ``factor``."""
+        return Rates(tuple(replace(row, rate=row.rate / factor) for row in self.rows))
+
     def has(self, kind: str, precision: str) -> bool:
         """Return True if some shape of this kind was measured in this number type."""
         return (kind, precision) in self._curves
@@ -115,6 +121,30 @@ class Rates:
             ]
             for key, of_kind in points.items()
         }
+
+
+def rates_of(kernels: Iterable[tuple[Shape, float]], precision: str) -> Rates:
+    """Return the rates of the kernels of a step whose speed is not that of the memory.
+
+    These are convolutions, poolings and other kernels that change the size of a feature map.
+
+    Args:
+        kernels: the shape and the seconds of each kernel. Those of the same kind, channels and
+            cells make one rate, their work over their seconds.
+        precision: the number type of the step.
+    """
+    found: dict[tuple[str, int, int], tuple[float, float]] = {}
+    for shape, seconds in kernels:
+        if shape.kind in SHAPED and shape.work:
+            work, before = found.get(shape[:3], (0.0, 0.0))
+            found[shape[:3]] = work + shape.work, before + seconds
+    return Rates(
+        tuple(
+            Rate(kind, precision, channels, cells, work / seconds)
+            for (kind, channels, cells), (work, seconds) in found.items()
+            if seconds
+        )
+    )
 
 
 class Curve:

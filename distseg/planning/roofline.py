@@ -9,7 +9,6 @@ second, even for a network of a billion weights and a window of any size.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 
 from distseg.planning.rates import ARITHMETIC, Rates, Shape
 
@@ -149,34 +148,63 @@ _Result = TypeVar("_Result")
 
 def counted(call: Callable[[], _Result]) -> tuple[_Result, Work]:
     """Return the result of ``call`` and the work of the kernels that it runs."""
-    with _Traffic() as traffic, FlopCounterMode(display=False) as arithmetic:
+    with _Kernels() as kernels:
         result = call()
-    return result, Work(arithmetic.get_total_flops(), traffic.bytes, tuple(traffic.shapes))
+    shapes = tuple(shape for shape, _ in kernels.found)
+    return result, Work(kernels.flops, kernels.bytes, shapes)
 
 
-class _Traffic(TorchDispatchMode):
-    """Dispatch mode that adds up the bytes of all tensors that kernels read and write.
+def kernel_seconds(
+    call: Callable[[], object], repeats: int, device: torch.device
+) -> list[tuple[Shape, float]]:
+    """Return the kind and shape of each kernel that ``call`` runs, and its seconds.
+
+    Args:
+        call: the function, which has run before and always runs the same kernels.
+        repeats: how often it runs; the fastest run of each kernel counts.
+        device: the device that computes.
+    """
+    runs = []
+    for _ in range(repeats):
+        with _Kernels(device) as kernels:
+            call()
+        runs.append(kernels.found)
+    return [(same[0][0], min(seconds for _, seconds in same)) for same in zip(*runs)]
+
+
+class _Kernels(TorchDispatchMode):
+    """Dispatch mode that lists the kernels that run, and adds up their FLOPs and bytes.
 
     Views and empty tensors count 0 bytes. A norm reads its input twice, the first time for the
     statistics.
 
+    Args:
+        device: the device that computes. On a GPU, the mode waits for each kernel to time it.
+
     Attributes:
-        bytes: the sum so far.
-        shapes: kind and shape of each kernel so far.
+        flops: the FLOPs of all kernels so far.
+        bytes: the bytes of all tensors that kernels have read and written so far.
+        found: kind and shape of each kernel so far, with its seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:
         super().__init__()
-        self.bytes = 0
-        self.shapes: list[Shape] = []
+        self.flops = self.bytes = 0
+        self.found: list[tuple[Shape, float]] = []
+        self._device = device
 
     def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
-        result = kernel(*args, **(kwargs or {}))
+        results = []
+        seconds = seconds_of(lambda: results.append(kernel(*args, **(kwargs or {}))), self._device)
+        result = results[0]
+        if formula := flop_registry.get(kernel.overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
         if not kernel.is_view and "empty" not in kernel.__name__:
             read = _bytes((args, kwargs))
             moved = (2 if "norm" in kernel.__name__ else 1) * read + _bytes(result)
             self.bytes += moved
-            self.shapes += _shapes(kernel, args, kwargs or {}, result, moved)
+            shapes = _shapes(kernel, args, kwargs or {}, result, moved)
+            self.found += [(shape, seconds) for shape in shapes]
         return result
 
 
@@ -195,19 +223,25 @@ def _shapes(kernel, args: tuple, kwargs: dict, result, moved: int) -> Iterator[S
     if "convolution" in name:
         backward = "backward" in name
         out = args[0] if backward else result
-        weight, transposed = (args[2], args[7]) if backward else (args[1], args[6])
+        transposed = args[7] if backward else args[6]
         flops = flop_registry[kernel.overloadpacket](*args, **kwargs, out_val=result)
-        channels = round(math.sqrt(weight.shape[0] * weight.shape[1]))
         kind = "transposed" if transposed else "convolution"
-        yield Shape(kind, channels, out.numel() // max(1, out.shape[1]), flops)
+        yield Shape(kind, out.shape[1], out.numel() // max(1, out.shape[1]), flops)
         return
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     if moved and tensors:
         out = max(tensors, key=torch.Tensor.numel)
         channels = out.shape[1] if out.dim() > 1 else 1
-        copies = any(word in name for word in ("copy", "cat", "clone"))
-        kind = "norm" if "norm" in name else "copy" if copies else "elementwise"
-        yield Shape(kind, channels, out.numel() // max(1, channels), moved)
+        yield Shape(_kind(name), channels, out.numel() // max(1, channels), moved)
+
+
+def _kind(name: str) -> str:
+    """Return the kind of the kernel ``name``, which is no convolution."""
+    if "pool" in name or "upsample" in name:
+        return "pooling" if "max_pool" in name and "backward" not in name else "resampling"
+    if "norm" in name:
+        return "norm"
+    return "copy" if any(word in name for word in ("copy", "cat", "clone")) else "elementwise"
 
 
 def _bytes(nested) -> int:

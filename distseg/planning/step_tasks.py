@@ -335,8 +335,8 @@ class _Group:
     def _put_off(self, number: int) -> float:
         """Return the seconds of a layer in weight passes; 0 if the schedule has no such passes."""
         layer = self.work.costs.layers[number]
-        own_pass = splits(self.layout.schedule) and self.layout.stages > 1 and layer.puts_off
-        return layer.backward / 2 if own_pass else 0.0
+        own_pass = splits(self.layout.schedule) and self.layout.stages > 1
+        return layer.backward * layer.put_off if own_pass else 0.0
 
     def _compute(self, stage: int, number: int, seconds: float, back: bool) -> None:
         """Add the seconds of one pass of a layer to those of all tiles.
@@ -350,7 +350,8 @@ class _Group:
             back: True for a backward pass.
         """
         copies = self.step.copies[number][back] / self.machine.traffic
-        self._seconds[stage] += self.tiles.shares[number] * seconds + self.machine.call + copies
+        call = self.machine.call * bool(seconds)
+        self._seconds[stage] += self.tiles.shares[number] * seconds + call + copies
 
     def _flush(self, stage: int) -> None:
         """Add one computing task for each tile of a stage, with the seconds summed up so far.

@@ -25,6 +25,7 @@ from torch import nn
 from benchmarks.harness import parent, repeats_of, report
 from benchmarks.ranks import run_ranks
 from benchmarks.rows import Rows
+from distseg.cli import profile
 from distseg.cli.bench.running_step import RunningStep
 from distseg.cli.planned_training import PlannedTraining
 from distseg.comm.counted import CountedComm
@@ -133,7 +134,8 @@ def work(job: Job) -> None:
     prepared = prepare(config, size)
     training = PlannedTraining(prepared.config, as_network(prepared.model), prepared.size)
     clock = time.thread_time if job.cpu_time else time.perf_counter
-    with patch.object(roofline, "time", SimpleNamespace(perf_counter=clock)):
+    timing = SimpleNamespace(perf_counter=clock)
+    with patch.object(roofline, "time", timing), patch.object(profile, "time", timing):
         machine = training.measure(comm)
     planner = Planner(training.work(machine, 2), machine)
     every = sorted(planner.candidates(comm.size), key=str)
@@ -141,8 +143,7 @@ def work(job: Job) -> None:
         every = [layout for layout in every if layout.stages == 1]
     chosen = comm.bcast(random.Random(0).sample(every, min(job.drawn, len(every))))
     predicted = [found for layout in chosen if (found := _predicted(planner, layout))]
-    layouts = [found.layout for found in predicted]
-    measured = _measured(training, layouts, comm, job)
+    measured = _measured(training, predicted, comm, job)
     rows = []
     for found, seconds in zip(predicted, measured):
         layout = found.layout
@@ -167,17 +168,26 @@ def _predicted(planner: Planner, layout: MeshLayout) -> Prediction | None:
 
 
 def _measured(
-    training: PlannedTraining, layouts: Sequence[MeshLayout], comm, job: Job
+    training: PlannedTraining, predicted: Sequence[Prediction], comm, job: Job
 ) -> list[float]:
-    """Return the seconds of the fastest step in each layout; the layouts take turns."""
+    """Return the seconds of the fastest step in each layout, with the stages of its prediction.
+
+    The layouts take turns.
+    """
     seconds = _cpu_time if job.cpu_time else RunningStep.seconds
     device = set_up(comm, "cpu", 1).device
     steps = [
-        RunningStep(*training.step(layout, comm, device), CountedComm(comm), device)
-        for layout in layouts
+        RunningStep(
+            *training.step(found.layout, comm, device, _balance(found)), CountedComm(comm), device
+        )
+        for found in predicted
     ]
     rounds = [[seconds(step) for step in steps] for _ in range(job.repeats + 1)]
     return [min(found) for found in zip(*rounds[1:])]
+
+
+def _balance(found: Prediction) -> tuple[int, ...] | None:
+    return found.balance if found.layout.stages > 1 else None
 
 
 def _cpu_time(step: RunningStep) -> float:

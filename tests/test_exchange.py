@@ -102,7 +102,7 @@ def compare(layers: list[nn.Module], graph, comm, size, grid, tolerance=1e-12, *
             had[number + 1] = made
     context.regions = None
     ys = [had[len(layers)] for had in maps]
-    owned = [layout.result_of(cell) for cell in own_cells(exchange)]
+    owned = [layout.owned(layout.graph.result, cell) for cell in own_cells(exchange)]
     gradients = torch.autograd.grad(
         ys, [*xs, *parameters], [g[(..., *box.slices)] for box in owned]
     )

@@ -24,7 +24,7 @@ from distseg.report.plots import (
 from distseg.report.progress import BarProgress, LineProgress, SilentProgress, progress
 from distseg.report.shrink import shrink_image, shrink_labels
 from distseg.report.style import NATURAL, class_colors
-from distseg.report.tables import folded_table, markdown_table, table
+from distseg.report.tables import folded_table, table
 
 # progress
 
@@ -237,15 +237,6 @@ a              20"""
     )
     assert folded_table([row], 30) == table([row], ["case", "time [s]", "memory [MB]"])
     assert folded_table([row], 1).count("case") == 2
-
-
-def test_markdown_table():
-    assert markdown_table(ROWS, ["model", "halo"]).splitlines() == [
-        "| model | halo |",
-        "| --- | ---: |",
-        "| small | 190 |",
-        "| medium-1 | - |",
-    ]
 
 
 def test_floats_share_decimals_only_where_all_stay_readable():

@@ -19,8 +19,16 @@ from distseg.runtime.schedule import (
     v_placement,
     zb_h1,
 )
-from distseg.runtime.simulator import check, peak_memory, peak_micro_batches, simulate
+from distseg.runtime.simulator import check, peak_memory, simulate
 from distseg.tiling.graph import Skip
+
+
+def peak_micro_batches(found, stages: int) -> tuple[int, ...]:
+    """The largest number of micro-batches whose activations each stage holds at once."""
+    return tuple(
+        int(max(peak_memory(found, [float(s == stage) for s in range(stages)]), default=0))
+        for stage in range(stages)
+    )
 
 
 def chain(stages: int) -> list[Edge]:

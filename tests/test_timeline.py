@@ -4,13 +4,7 @@ import json
 
 import pytest
 
-from distseg.planning.timeline import (
-    clock_table,
-    plot_timeline,
-    short_form,
-    trace_events,
-    write_trace,
-)
+from distseg.planning.timeline import plot_timeline, short_form, trace_events, write_trace
 from distseg.runtime.partition import OUTPUT, Edge
 from distseg.runtime.schedule import orders, v_placement
 from distseg.runtime.simulator import simulate
@@ -74,19 +68,6 @@ def test_no_trace():
     assert not trace.spans
 
 
-def test_clock_table():
-    expected = """
-clock  rank 0  rank 1
------  ------  ------
-    0  F0,0
-    1  F1,0    F0,1
-    2          F1,1
-    3          B1,1
-    4  B1,0    B0,1
-    5  B0,0"""
-    assert clock_table(spans("gpipe", (0, 1), 2)) == expected[1:]
-
-
 def test_short_form():
     expected = """
 stage 0  0 1    0'   1'
@@ -100,7 +81,6 @@ def test_gradients_of_weights_in_tables():
         """stage 0  0  1     0' 0" 1' 1\"""",
         """stage 1     0  0' 1  1' 0" 1\"""",
     ]
-    assert clock_table(found, 3.0).splitlines()[-1] == "    6  W1,0    W1,1"
 
 
 def test_short_form_of_a_v_names_the_ranks():

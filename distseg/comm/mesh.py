@@ -76,7 +76,7 @@ class MeshShape:
         """
         if ranks != self.size:
             raise ValueError(
-                f"a mesh of {self} needs {self.size} ranks, but {ranks} "
+                f"a mesh of {self} needs {self.size} rank{'s' * (self.size > 1)}, but {ranks} "
                 f"{'is' if ranks == 1 else 'are'} running: "
                 f"launch {self.size} (mpirun -n {self.size} ... or torchrun --nproc-per-node "
                 f"{self.size} ...), or set mesh.samples, mesh.tiles "

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from distseg.report.style import INK, PALETTE, new_figure
-from distseg.report.tables import table
 from distseg.runtime.actions import Backward, Forward, Weight
 from distseg.runtime.spans import Span
 
@@ -37,26 +36,6 @@ _ACTIONS = {action.kind: action for action in (Forward, Backward, Weight)}
 ACTION = re.compile(r"[FBW](\d+),(\d+)")
 # Kinds that lie inside an action: they are drawn narrower, on top of it.
 _ABOVE = ("send", "norm-exchange", "halo", "read", "scratch")
-
-
-def clock_table(spans: Sequence[Span], cycle: float = 1.0) -> str:
-    """Return a table with a row per clock cycle and a column per rank.
-
-    The entry of an action is in the cycle in which the action starts. A cycle has ``cycle``
-    seconds::
-
-    clock  rank 0  rank 1
-    -----  ------  ------
-        0  F0,0
-        1  F1,0    F0,1
-    """
-    started = {(round(s.start / cycle), s.rank): s.name for s in spans if s.kind in _ACTIONS}
-    ranks = range(max(rank for _, rank in started) + 1)
-    rows = [
-        {"clock": clock, **{f"rank {rank}": started.get((clock, rank), "") for rank in ranks}}
-        for clock in range(max(started)[0] + 1)
-    ]
-    return table(rows)
 
 
 def short_form(spans: Sequence[Span], cycle: float = 1.0) -> str:

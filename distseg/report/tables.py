@@ -60,20 +60,6 @@ def folded_table(rows: Rows, width: int = 100) -> str:
     return "\n\n".join(table(rows, columns) for columns in folds)
 
 
-def markdown_table(rows: Rows, columns: Sequence[str] | None = None) -> str:
-    """Return a table as markdown text.
-
-    Args:
-        rows: dicts with values by column name; a missing value is shown as ``-``.
-        columns: the columns and their order; by default all keys in order of appearance.
-    """
-    names, cells, rights = _layout(rows, columns)
-    lines = [names, ["---:" if right else "---" for right in rights], *cells]
-    return "\n".join(
-        "| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines
-    )
-
-
 def _layout(
     rows: Rows, columns: Sequence[str] | None
 ) -> tuple[list[str], list[list[str]], list[bool]]:

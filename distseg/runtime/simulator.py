@@ -138,22 +138,6 @@ def simulate(
     return Simulation(orders, run.starts, run.ends, run.repeated)
 
 
-def peak_micro_batches(orders: Orders, stages: int) -> tuple[int, ...]:
-    """Return, for each stage, the largest number of micro-batches whose activations it holds.
-
-    A stage holds the activations of a micro-batch from the forward pass to the stage's last action
-    on that micro-batch.
-
-    Args:
-        orders: the actions of each rank in order.
-        stages: the number of stages.
-    """
-    return tuple(
-        int(max(peak_memory(orders, [float(s == stage) for s in range(stages)]), default=0))
-        for stage in range(stages)
-    )
-
-
 def peak_memory(orders: Orders, activations: Sequence[float]) -> list[float]:
     """Return, for each rank, the largest amount of memory that activations occupy at once.
 

@@ -196,10 +196,6 @@ class Layout:
             return self.part(self.graph.readers[source][0], cell).available
         return self.part(source - 1, cell).output
 
-    def result_of(self, cell: Sequence[int]) -> Box:
-        """Return the box of the network's output that the tile at position ``cell`` owns."""
-        return self.owned(self.graph.result, cell)
-
     def _along(self, numbers: tuple[int, ...], dim: int, span: Span) -> SegmentSpans:
         """Return the spans of cells that one tile reads and computes at several nodes, along a dim.
 

@@ -64,7 +64,8 @@ class StageCut:
         if balance is not None and len(balance) != len(placement):
             raise ValueError(
                 f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with "
-                f"pipeline.placement {pipeline.placement} makes {len(placement)} stages: give the "
+                f"pipeline.placement {pipeline.placement} makes "
+                f"{len(placement)} stage{'s' * (len(placement) > 1)}: give the "
                 "number of layers of each stage"
             )
         if not balance:

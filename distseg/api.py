@@ -245,7 +245,7 @@ def distribute(
         _check_counts(micro_batches=micro_batches, pad=pad, in_channels=in_channels)
         _check_module(module)
         order = list(module.state_dict())
-        names = outputs and [str(name) for name in outputs]
+        names = _names_of_outputs(outputs)
         network, measured = _network(module, inputs, names, pad, in_channels)
         precision = precision or _precision_of(module)
         bands, channels = channels_of(network)
@@ -311,6 +311,23 @@ def distribute(
         measured is not None and measured.in_evaluation,
         ModuleChanges(module),
     )
+
+
+def _names_of_outputs(outputs: Sequence[str | int] | None) -> list[str] | None:
+    """Return the names of the outputs to train; None if the module returns one.
+
+    Raises:
+        ValueError: ``outputs`` is one text or empty, or has a name twice.
+    """
+    if outputs is None:
+        return None
+    names = [] if isinstance(outputs, str) else [str(name) for name in outputs]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"outputs is {outputs!r}: give a list that has the name or number of each output once, "
+            "or leave outputs out if the module returns one tensor"
+        )
+    return names
 
 
 def _axes_of(mesh: DeviceMesh) -> tuple[int, tuple[int, ...], int]:

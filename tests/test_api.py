@@ -782,7 +782,46 @@ def test_other_images_on_ranks_of_a_group_are_refused(comm):
     with pytest.raises(ValueError, match="ranks call predict with different images"):
         model.predict(x)
     x, y = images(0, 1)
+    with pytest.raises(ValueError, match="of the same sizes, but with different pixels"):
+        model.predict(x + comm.rank)
     model.backward(x, y, distseg.PixelLoss(CE))
+
+
+@pytest.mark.parametrize("names", [[], "a", ["a", "a"], [0, "0"]])
+def test_wrong_lists_of_outputs_are_refused(names):
+    with pytest.raises(ValueError, match="give a list that has the name or number of each output"):
+        distseg.distribute(network(), outputs=names)
+
+
+def test_complex_numbers_are_refused():
+    model = distseg.distribute(network())
+    x, y = images(0, 1)
+    for image, target in ((x + 1j, y), (x.numpy() + 1j, y), (x, y + 1j)):
+        with pytest.raises(ValueError, match="complex.*, but real numbers are needed"):
+            model.backward(image, target, distseg.PixelLoss(CE))
+
+
+class HalfUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 2, 1)
+
+    def forward(self, x):
+        return F.avg_pool2d(self.used(x), 3, 1, 1)
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("axis", ["tiles", "stages"])
+def test_unused_parameters_keep_no_gradient(comm, axis):
+    """So the optimizer leaves them as they are, also if a stage has no other parameters."""
+    mesh = distseg.init_mesh(comm=comm, **{axis: (1, -1) if axis == "tiles" else comm.size})
+    module = HalfUsed().double()
+    model = distseg.distribute(module, mesh)
+    for _ in range(2):
+        model.backward(torch.ones(1, 1, 16, 18), torch.zeros(1, 2, 16, 18).double(), nn.MSELoss())
+        found = {name: p.grad is None for name, p in model.named_parameters()}
+        assert all(found[name] == name.startswith("unused") for name in found)
 
 
 @pytest.mark.parallel(2)

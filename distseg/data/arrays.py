@@ -194,7 +194,7 @@ def _array(given, what: str):
         what: name of the argument, for error messages.
 
     Raises:
-        ValueError: ``given`` is no array and no number, or a tensor that requires a gradient.
+        ValueError: ``given`` is no array and no number, is complex, or requires a gradient.
     """
     if isinstance(given, (int, float)):
         return torch.tensor(given)
@@ -202,6 +202,11 @@ def _array(given, what: str):
         raise ValueError(
             f"{what} is a {type(given).__name__}, but an array is needed that has a shape and "
             "takes slices: a tensor, a NumPy array or memory map, a dataset of h5py or zarr"
+        )
+    if "complex" in str(getattr(given, "dtype", "")):
+        raise ValueError(
+            f"{what} has the dtype {given.dtype}, but real numbers are needed: give its real part, "
+            "or real and imaginary part as two channels"
         )
     if isinstance(given, Tensor) and given.requires_grad:
         raise ValueError(

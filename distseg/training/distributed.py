@@ -80,6 +80,14 @@ class _Given(NamedTuple):
     form: tuple
 
 
+def _few_pixels(arrays: Arrays | Stacked, number: int) -> list[bytes]:
+    """Return the first, the middle and the last pixel of an image, by which images are compared."""
+    size = arrays.size(number)
+    places = [tuple((n - 1) * part // 2 for n in size) for part in (0, 1, 2)]
+    boxes = (Box(place, tuple(at + 1 for at in place)) for place in places)
+    return [arrays.read([number], box).float().cpu().numpy().tobytes() for box in boxes]
+
+
 class _Unsummed(NamedTuple):
     """Gradient of a parameter after a backward pass in a ``no_sync`` block.
 
@@ -163,6 +171,8 @@ class DistributedModel(nn.Module):
         self._evaluates_all = evaluates_all
         self._bands, self._outputs, self._dims = bands, returned, returned.dims
         self._trained = set(engine.parameters)
+        # The engine fills grad with zeros. As in PyTorch, an unused parameter shall keep None.
+        engine.gradients.detach()
         self._criteria: dict[object, _Given] = {}
         self._unused: dict[tuple, list[int]] = {}  # by criterion: parameters without a gradient
         self._checked: set[tuple] = set()
@@ -865,7 +875,7 @@ class DistributedModel(nn.Module):
                 _grad(p).add_(self._late[p])
 
     @torch.no_grad()
-    def _finish(self, scaled: bool = False) -> None:
+    def _finish(self, scaled: bool = False, eager: bool = False) -> None:
         """End a backward pass: sum its gradients over the replicas, then add earlier gradients.
 
         The sum includes this rank's parts from passes in a :meth:`no_sync` block. The earlier
@@ -874,12 +884,13 @@ class DistributedModel(nn.Module):
 
         Args:
             scaled: True if the loss was scaled before the backward pass, as by a GradScaler.
+            eager: True if the user has run the backward pass, and may have run it wrongly.
         """
         engine, parameters = self.engine, self.engine.parameters
         if self._probes:
             without = {n for n, p in enumerate(parameters) if p.grad is None}
             of_all = self.mesh.replicas.allgather(without)
-            if parameters and all(len(of) == len(parameters) for of in of_all):
+            if eager and parameters and all(len(of) == len(parameters) for of in of_all):
                 raise JointFailure(
                     "the backward pass has reached no parameter of the model: call "
                     "loss.backward() without inputs=..., and not torch.autograd.grad, which would "
@@ -1035,7 +1046,7 @@ class DistributedModel(nn.Module):
     def _end_of_backward(self) -> None:
         self._in_backward = False
         self._last_pass.__exit__(None, None, None)
-        self._finish()
+        self._finish(eager=True)
         self.engine.model.commit_statistics(unbiased=True)
 
     # Prediction
@@ -1080,9 +1091,10 @@ class DistributedModel(nn.Module):
             self._check_changes()
             arrays = self._arrays(image)
             parts = self._parts(outputs)
-        sizes = [tuple(arrays.size(number)) for number in range(len(arrays))]
-        every = self.mesh.world.allgather((sizes, outputs and [*parts]))
-        if len(given := {tuple(found) for found, _ in every}) > 1:
+            sizes = [tuple(arrays.size(number)) for number in range(len(arrays))]
+            marks = [_few_pixels(arrays, number) for number in range(len(arrays))]
+        every = self.mesh.world.allgather((sizes, outputs and [*parts], marks))
+        if len(given := {tuple(found) for found, *_ in every}) > 1:
             words = " and ".join(
                 f"{len(found)} of {_sizes(found)} pixels" for found in sorted(given)
             )
@@ -1090,7 +1102,12 @@ class DistributedModel(nn.Module):
                 f"ranks call predict with different images, {words}: give the same images on all "
                 "ranks"
             )
-        if len(given := {str(names) for _, names in every}) > 1:
+        if any(found != marks for *_, found in every):
+            raise JointFailure(
+                "ranks call predict with images of the same sizes, but with different pixels: give "
+                "the same images on all ranks, also of different sample groups"
+            )
+        if len(given := {str(names) for _, names, _ in every}) > 1:
             raise JointFailure(
                 f"ranks call predict with different outputs, {' and '.join(sorted(given))}: give "
                 "the same names on all ranks"

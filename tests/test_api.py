@@ -814,7 +814,7 @@ class HalfUsed(nn.Module):
 @pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("axis", ["tiles", "stages"])
 def test_unused_parameters_keep_no_gradient(comm, axis):
-    """So the optimizer leaves them as they are, also if a stage has no other parameters."""
+    """Unused parameters have the grad None, also if a stage has no others: no optimizer moves them."""
     mesh = distseg.init_mesh(comm=comm, **{axis: (1, -1) if axis == "tiles" else comm.size})
     module = HalfUsed().double()
     model = distseg.distribute(module, mesh)

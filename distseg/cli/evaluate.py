@@ -13,6 +13,7 @@ from distseg.cli.load import check_types, load_predictor, store_for
 from distseg.comm.launch import first_on_node, raise_jointly, set_up
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config
+from distseg.config.units import many
 from distseg.data.store.store import Store
 from distseg.inference.boundary import with_boundaries
 from distseg.inference.evaluate import evaluate, score_rows
@@ -70,7 +71,7 @@ def run_evaluate(
         folder = folder_of(run)
         path = Path(output) if output else _default_output(folder, split)
         print(
-            f"{split} split of {store.path}: {_images(len(store.split(split)))}; network: "
+            f"{split} split of {store.path}: {many(len(store.split(split)), 'image')}; network: "
             f"{find(run)}{'; baseline: a classifier of single pixels' * ('colour' in found)}"
         )
         print(*_lines(found, store, split, path), sep="\n")
@@ -185,7 +186,10 @@ def _lines(found: dict, store: Store, split: str, path: Path | None) -> list[str
         what = "images" if store.of_images else "pixels"
         lines += ["", f"confusion matrix in {what}: true classes down, predicted classes across"]
         lines.append(table(confusion_rows(found["confusion"], store.classes)))
-    lines += ["", f"worst {min(_WORST, len(found['images']))} of {_images(len(found['images']))}"]
+    lines += [
+        "",
+        f"worst {min(_WORST, len(found['images']))} of {many(len(found['images']), 'image')}",
+    ]
     if path:
         lines[-1] += f"; all are in {path.with_suffix('.csv')}"
     rows = found["images"][:_WORST]
@@ -216,11 +220,6 @@ def score_table(found: Mapping, classes: list[str], of_maps: bool) -> list[dict]
     total = sum(row["images"] for row in rows)
     whole = {"accuracy": network["accuracy"], "precision": None, "auc": network["auc"]}
     return [*rows, {"class": "all", **whole, "images": total}]
-
-
-def _images(count: int) -> str:
-    """Return a number of images in words, such as ``1 image``."""
-    return f"{count} image{'s' * (count != 1)}"
 
 
 def _lines_below(network: Mapping, store: Store, split: str) -> list[str]:

@@ -17,7 +17,7 @@ import yaml
 from distseg.cli.planned_training import PlannedTraining
 from distseg.config.settings import Config, DataConfig
 from distseg.config.sizes import Size
-from distseg.config.units import duration, si
+from distseg.config.units import duration, many, si
 from distseg.data.sampler import crop_size, number_of_crops
 from distseg.layers.graph import reach_for
 from distseg.models.capture.capture import as_network
@@ -388,7 +388,7 @@ def _samples(
     memory = "" if found is None else f"; a step takes up to {si(found.memory, 'B')} a rank"
     choices = [
         Choice("data.store", data.path, "the training data"),
-        Choice("data.images", images, f"{_images(images * ranks)} a step in all{memory}"),
+        Choice("data.images", images, f"{many(images * ranks, 'image')} a step in all{memory}"),
     ]
     if crop is not None:
         why = f"random parts of images of up to {data.largest}"
@@ -404,10 +404,6 @@ def _samples(
         why = "mirrored and turned images; empty it if direction matters"
         choices.append(Choice("data.augment", ["flip", "turn"], why))
     return choices
-
-
-def _images(number: int) -> str:
-    return "1 image" if number == 1 else f"{number} images"
 
 
 def _focus_class(data: TrainingData, crop: Size | None) -> str | None:

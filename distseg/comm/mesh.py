@@ -23,6 +23,7 @@ import torch
 from distseg.comm.launch import JointFailure, check_launcher
 from distseg.comm.waits import Ranks, Waits
 from distseg.config.sizes import Size
+from distseg.config.units import many
 
 
 class Members(NamedTuple):
@@ -76,7 +77,7 @@ class MeshShape:
         """
         if ranks != self.size:
             raise ValueError(
-                f"a mesh of {self} needs {self.size} rank{'s' * (self.size > 1)}, but {ranks} "
+                f"a mesh of {self} needs {many(self.size, 'rank')}, but {ranks} "
                 f"{'is' if ranks == 1 else 'are'} running: "
                 f"launch {self.size} (mpirun -n {self.size} ... or torchrun --nproc-per-node "
                 f"{self.size} ...), or set mesh.samples, mesh.tiles "

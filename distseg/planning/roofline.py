@@ -194,37 +194,37 @@ class _Kernels(TorchDispatchMode):
         self._device = device
 
     def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
-        results = []
-        seconds = seconds_of(lambda: results.append(kernel(*args, **(kwargs or {}))), self._device)
-        result = results[0]
+        results, kwargs = [], kwargs or {}
+        seconds = seconds_of(lambda: results.append(kernel(*args, **kwargs)), self._device)
+        result, flops = results[0], 0
         if formula := flop_registry.get(kernel.overloadpacket):
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+            flops = formula(*args, **kwargs, out_val=result)
+            self.flops += flops
         if not kernel.is_view and "empty" not in kernel.__name__:
             read = _bytes((args, kwargs))
             moved = (2 if "norm" in kernel.__name__ else 1) * read + _bytes(result)
             self.bytes += moved
-            shapes = _shapes(kernel, args, kwargs or {}, result, moved)
+            shapes = _shapes(kernel.__name__, args, result, flops, moved)
             self.found += [(shape, seconds) for shape in shapes]
         return result
 
 
-def _shapes(kernel, args: tuple, kwargs: dict, result, moved: int) -> Iterator[Shape]:
+def _shapes(name: str, args: tuple, result, flops: int, moved: int) -> Iterator[Shape]:
     """Yield the kind of a kernel and the sizes on which its time depends.
 
     Nothing is yielded for a kernel that neither moves bytes nor computes, such as a view.
 
     Args:
-        kernel: the kernel.
-        args, kwargs: its arguments.
+        name: the name of the kernel.
+        args: its arguments without names.
         result: its result.
+        flops: its FLOPs; 0 if it is not known to compute any.
         moved: the bytes that it reads and writes.
     """
-    name = kernel.__name__
     if "convolution" in name:
         backward = "backward" in name
         out = args[0] if backward else result
         transposed = args[7] if backward else args[6]
-        flops = flop_registry[kernel.overloadpacket](*args, **kwargs, out_val=result)
         kind = "transposed" if transposed else "convolution"
         yield Shape(kind, out.shape[1], out.numel() // max(1, out.shape[1]), flops)
         return

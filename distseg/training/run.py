@@ -20,6 +20,7 @@ from distseg.comm.progress import phase
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, DataBase, ModelBase, OptimConfig, output_weights
 from distseg.config.sizes import Size
+from distseg.config.units import many
 from distseg.data.loader import StepLoader
 from distseg.data.sampler import sample_sizes
 from distseg.data.store.store import Store
@@ -396,8 +397,8 @@ class Run:
             f"model {config.model.name}: {self.parameters:,} parameters{sees}",
             f"mesh {mesh.shape}; gradients summed by {engine.reducer.name}; {engine.device.type}, "
             f"{engine.precision}" + (", channels_last" if engine.channels_last else ""),
-            f"{_count(config.train.epochs, 'epoch')} of "
-            f"{_count(self.loader.steps_per_epoch, 'step')}, {_count(self._batch, 'image')} a step",
+            f"{many(config.train.epochs, 'epoch')} of "
+            f"{many(self.loader.steps_per_epoch, 'step')}, {many(self._batch, 'image')} a step",
             *filter(None, [emulation(engine.precision, engine.device), transport_line()]),
             str(self.threads),
             *gpu_lines(engine.device, engine.precision, mesh.world),
@@ -453,11 +454,6 @@ class Run:
 
 
 _MUCH = 1.5  # a note is given if a window has more than this many times the pixels of its tile
-
-
-def _count(number: int, noun: str) -> str:
-    """Return a number with its noun, such as ``1 epoch`` or ``3 epochs``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _short_digest(content) -> str:

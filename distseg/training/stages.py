@@ -14,6 +14,7 @@ from torch import nn
 from distseg.comm.launch import made_once, raise_jointly
 from distseg.config.settings import Config, PipelineConfig
 from distseg.config.sizes import Size
+from distseg.config.units import many
 from distseg.layers.graph import graph_of
 from distseg.layers.norm import active_norms
 from distseg.models.network import calls_of
@@ -65,7 +66,7 @@ class StageCut:
             raise ValueError(
                 f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with "
                 f"pipeline.placement {pipeline.placement} makes "
-                f"{len(placement)} stage{'s' * (len(placement) > 1)}: give the "
+                f"{many(len(placement), 'stage')}: give the "
                 "number of layers of each stage"
             )
         if not balance:

@@ -171,6 +171,7 @@ def distribute(
     precision: Literal["fp32", "bf16", "fp16", "fp64"] | None = None,
     channels_last: bool = False,
     norm_scope: Literal["group", "step"] = "group",
+    messages: Literal["transport", "nccl"] = "transport",
     inputs: Sequence[int] | None = None,
     outputs: Sequence[str] | None = None,
     pad: int | None = None,
@@ -213,6 +214,8 @@ def distribute(
         channels_last: True to store activations in the channels-last memory format.
         norm_scope: ``group`` if batch norm sees the images of one sample group, ``step`` if it sees
             the images of all groups.
+        messages: what carries halos and the statistics of norms: ``transport`` (MPI or
+            torch.distributed), or ``nccl`` on GPUs under torchrun.
         inputs: number of bands of each input, if the module takes several.
         outputs: names or numbers of the outputs to train, if the module returns several. They may
             differ in their number of channels. Maps that are smaller than the image are resized to
@@ -237,6 +240,7 @@ def distribute(
         _check_choice("schedule", schedule, PipelineConfig)
         _check_choice("recompute", recompute, PipelineConfig)
         _check_choice("norm_scope", norm_scope, SpatialConfig)
+        _check_choice("messages", messages, SpatialConfig)
         _check_choice("reducer", reducer, MeshConfig)
         if precision is not None:
             _check_choice("precision", precision, TrainConfig, but="auto")
@@ -269,7 +273,9 @@ def distribute(
                 balance=None if balance is None else list(balance),
                 recompute=recompute,
             ),
-            spatial=SpatialConfig(exchange_every=exchange, norm_scope=norm_scope),
+            spatial=SpatialConfig(
+                exchange_every=exchange, norm_scope=norm_scope, messages=messages
+            ),
             data=DataConfig(images=2),
             train=TrainConfig(accumulate=micro_batches, seed=seed),
             streaming=StreamingConfig(memory=streaming),

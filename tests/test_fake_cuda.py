@@ -85,6 +85,7 @@ SUMMIT = dict(
 PAPER = dict(loss="binary_cross_entropy", precision="bf16", last=True, reach=(190, 32), **SUMMIT)
 MIDDLE = dict(tile=(1, 1), image="96x96")  # of 3x3 tiles
 GRID = dict(tiles="3x3")
+NCCL = dict(tiles="3x3", reducer="nccl")
 WEIGHTS = dict(class_weights=[1.0, 2.0, 3.0])
 
 CASES = {
@@ -159,6 +160,41 @@ CASES = {
     ),
     "the paper's network, borders": case(
         [98], mesh=GRID, spatial=dict(exchange_every="1"), tile=(1, 1), image="768x768", **PAPER
+    ),
+    # halos and statistics by NCCL: no wait for a layer
+    "halos by NCCL": case(
+        [2],
+        mesh=NCCL,
+        spatial=dict(exchange_every="1", messages="nccl"),
+        precision="bf16",
+        last=True,
+        **MIDDLE,
+    ),
+    "halos by NCCL, statistics of all groups": case(
+        [2],
+        norm="batch",
+        loss="dice",
+        mesh=dict(samples=2, **NCCL),
+        spatial=dict(exchange_every="level", norm_scope="step", messages="nccl"),
+        precision="fp64",
+        **MIDDLE,
+    ),
+    "windows, statistics by NCCL": case(
+        [2], norm="group", mesh=NCCL, spatial=dict(messages="nccl"), **MIDDLE
+    ),
+    "the paper's network, halos by NCCL": case(
+        [2],
+        mesh=NCCL,
+        spatial=dict(exchange_every="1", messages="nccl"),
+        tile=(1, 1),
+        image="768x768",
+        **PAPER,
+    ),
+    "stages and tiles, halos by NCCL": case(
+        [3, 4],
+        mesh=dict(stages=2, **NCCL),
+        spatial=dict(exchange_every="1", messages="nccl"),
+        **MIDDLE,
     ),
     # in time
     "streamed tiles, computed again": case(

@@ -14,6 +14,7 @@ from distseg.comm.mesh import Mesh, MeshShape
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.runtime.message_order import (
+    HALOS_IN_STREAM,
     MESSAGES,
     STREAM,
     Collective,
@@ -229,6 +230,7 @@ def test_drawn_programs_have_no_deadlock(seed):
     settings = drawn(seed)
     job = planned("160x96", **settings)
     programs = prove_order(job)
+    prove_order(job, HALOS_IN_STREAM)
     shape = MeshShape(settings["samples"], Size(settings["tiles"]), settings["stages"])
     assert len(programs) == shape.size
     if "streamed" in settings and settings["stages"] > 1:
@@ -238,9 +240,9 @@ def test_drawn_programs_have_no_deadlock(seed):
         prove_order(job, STREAM)
     wrong = swapped(programs, random.Random(seed))
     assert (wrong is None) == (shape.size == 1)
-    if wrong:
+    for rules in (MESSAGES, HALOS_IN_STREAM) if wrong else ():
         with pytest.raises(ValueError, match="give all ranks one order|wait for each other"):
-            check_order(wrong)
+            check_order(wrong, rules)
 
 
 PIPELINE = dict(tiles="1x2", stages=2, accumulate=4, schedule="1f1b", exchange_every="1")

@@ -290,6 +290,12 @@ EXAMPLES = (
         "`mesh.layout: auto`, `pipeline.balance: [3, 4]`",
     ),
     Example("DS235", {"model.pad": 8}, repair={"model.pad": None}),
+    Example(
+        "DS236", {**MEMORY, "spatial.messages": "nccl"}, repair={"spatial.messages": "transport"}
+    ),
+    Example(
+        "DS237", {**DEVICES, "spatial.messages": "nccl"}, repair={"spatial.messages": "transport"}
+    ),
     Example("DS301", reading("c.yaml", b"# nothing\n"), "a file with comments only"),
     Example("DS302", "model: {depth: 1"),
     Example("DS303", reading("c.yaml", b"model: \x01"), "a file with a control character"),

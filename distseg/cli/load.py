@@ -73,7 +73,9 @@ def load_predictor(
     if stages < config.mesh.stages:
         config = replace(config, pipeline=replace(config.pipeline, balance=None))
     one = Size((1,) * len(config.predict.tile))
-    spatial = replace(config.spatial, tiles_per_rank=one, exchange_every="all", fuse_below=0)
+    spatial = replace(
+        config.spatial, tiles_per_rank=one, exchange_every="all", fuse_below=0, messages="transport"
+    )
     memory, halo = config.streaming.memory, config.approximate.halo
     config = replace(
         config,

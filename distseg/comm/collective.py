@@ -2,7 +2,8 @@
 
 The callers pack their data, so that a layer or a step sends one message. Values are sent as
 float64, so that combining them does not lose the precision of training. CUDA tensors are staged
-through host memory. For messages of a few kilobytes this costs the same as a direct path.
+through host memory, unless the ranks exchange tensors on their GPUs by NCCL
+(:class:`distseg.comm.nccl.StreamGroup`): then the host does not wait.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from distseg.comm.alone import Alone as Alone
 from distseg.comm.communicator import as_communicator
 from distseg.comm.staging import upload
-from distseg.comm.waits import waits_of
+from distseg.comm.waits import stream_of, waits_of
 
 
 def gather(x: Tensor, comm, home: torch.device | None = None) -> Tensor:
@@ -24,10 +25,13 @@ def gather(x: Tensor, comm, home: torch.device | None = None) -> Tensor:
     all ranks, and so is everything that the ranks compute from it.
 
     Args:
-        home: the device of the result; by default the device of ``x``.
+        home: the device of the result; by default the device of ``x``. A result that does not come
+            through host memory stays on the device of ``x``.
     """
     if comm.size == 1:
         return x.detach().to(home or x.device, torch.float64).unsqueeze(0)
+    if (stream := stream_of(comm)) and stream.takes(x):
+        return stream.gather(x.detach().to(torch.float64))
     send = _host(x)
     received = np.empty((comm.size, *send.shape))
     waits_of(comm).wait(
@@ -43,6 +47,8 @@ def add(x: Tensor, comm) -> Tensor:
     """
     if comm.size == 1:
         return x.detach().to(torch.float64)
+    if (stream := stream_of(comm)) and stream.takes(x):
+        return stream.add(x.detach().to(torch.float64))
     total = _host(x).copy()
     waits_of(comm).wait(as_communicator(comm).Isum(total), f"a sum over {comm.size} ranks")
     return upload(torch.from_numpy(total), x.device)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distseg.comm.mail import Mail, Receipt
+from distseg.comm.mail import Arriving, HaloMail, Mail
 from distseg.comm.memory_format import lies_last
 from distseg.comm.waits import Waits
 from distseg.tiling.access_pattern import Span
@@ -138,7 +138,7 @@ class HaloExchange:
 
     def __init__(
         self,
-        mail: Mail,
+        mail: Mail | HaloMail,
         frames: list[ExchangeView],
         sends: dict[int, list[tuple[int, Box]]],
         receives: dict[int, list[tuple[int, Box]]],
@@ -290,7 +290,7 @@ class HaloExchange:
         going: dict[int, list[Strip]],
         coming: dict[int, list[Strip]],
         tag: int,
-    ) -> dict[int, Receipt]:
+    ) -> dict[int, Arriving]:
         """Post the receives, pack and send the strips, and return the receives by rank.
 
         Args:
@@ -298,19 +298,19 @@ class HaloExchange:
             going, coming: for each other rank, the strips to send and the strips to receive.
             tag: the tag of the messages.
         """
-        arriving = {
-            rank: self.mail.receive_bytes(self._bytes(strips), rank, tag)
-            for rank, strips in coming.items()
-        }
-        packed = {}
-        for rank, strips in going.items():
-            packed[rank] = self.mail.buffer(self._bytes(strips))
-            for strip, part in self._parts(packed[rank], strips):
-                part.copy_(_view(tensors, strip))
-        self.mail.send_all(packed, tag, packed=True)
-        return arriving
 
-    def _finish(self, arriving: dict[int, Receipt], strips: dict[int, list[Strip]], what: str):
+        def pack() -> dict[int, Tensor]:
+            packed = {}
+            for rank, strips in going.items():
+                packed[rank] = self.mail.buffer(self._bytes(strips))
+                for strip, part in self._parts(packed[rank], strips):
+                    part.copy_(_view(tensors, strip))
+            return packed
+
+        sizes = {rank: self._bytes(strips) for rank, strips in coming.items()}
+        return self.mail.exchange(sizes, pack, tag)
+
+    def _finish(self, arriving: dict[int, Arriving], strips: dict[int, list[Strip]], what: str):
         for rank, receipt in arriving.items():
             buffer = receipt.tensor(
                 f"{what}the halo at layer {self.name} from rank {rank} of the image's tiles", "halo"

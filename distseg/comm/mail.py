@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from torch import Tensor
 from distseg.comm.communicator import PartRequest, as_communicator
 from distseg.comm.memory_format import as_bytes, channels_last
 from distseg.comm.staging import Buffers, wait_for_device
-from distseg.comm.waits import Waits, When, waits_of
+from distseg.comm.waits import Waits, When, stream_of, waits_of
+
+if TYPE_CHECKING:
+    from distseg.comm.nccl import StreamGroup
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,13 @@ class Receipt:
         """
         self._waits.wait(self.request, what, kind)
         return self._make(self._buffer)
+
+
+class Arriving(Protocol):
+    """Tensor that is being received, such as a :class:`Receipt`."""
+
+    def tensor(self, what: str = "a message", kind: str | None = None) -> Tensor:
+        """Wait for the message and return its tensor (see :meth:`Receipt.tensor`)."""
 
 
 class Message(NamedTuple):
@@ -220,6 +230,21 @@ class Mail:
 
         return self.receive_bytes(form.bytes, source, tag, make)
 
+    def exchange(
+        self, sizes: Mapping[int, int], pack: Callable[[], Mapping[int, Tensor]], tag: int
+    ) -> dict[int, Arriving]:
+        """Start to exchange packed messages with other ranks, and return the receives by rank.
+
+        Args:
+            sizes: for each rank that sends a message to this rank, its length in bytes.
+            pack: function that returns, for each receiving rank, a packed buffer of :meth:`buffer`.
+                It is called after the receives are posted.
+            tag: the tag of all messages.
+        """
+        arriving = {rank: self.receive_bytes(size, rank, tag) for rank, size in sizes.items()}
+        self.send_all(pack(), tag, packed=True)
+        return arriving
+
     def receive_bytes(
         self,
         size: int,
@@ -300,6 +325,83 @@ class Mail:
         """Return the buffer of a completely sent message to the pool."""
         if sent.buffer is not None:
             self.buffers.give(sent.buffer)
+
+
+class HaloMail:
+    """Exchange of packed messages between the GPUs of several ranks, without waits of the host.
+
+    It has those methods of :class:`Mail` that a halo exchange calls. The stream waits for a message
+    where a host would: kernels that are queued later read the received tensor.
+
+    Args:
+        group: the ranks, and what carries their messages.
+        waits: the wait policy, whose deferred work the GPU does while messages travel.
+    """
+
+    def __init__(self, group: StreamGroup, waits: Waits):
+        self.group, self.device, self.waits = group, group.device, waits
+
+    def buffer(self, size: int) -> Tensor:
+        """Return a flat uint8 tensor of ``size`` bytes, to pack a message into."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def exchange(
+        self, sizes: Mapping[int, int], pack: Callable[[], Mapping[int, Tensor]], tag: int
+    ) -> dict[int, Arriving]:
+        """Start to exchange packed messages with other ranks, and return the receives by rank.
+
+        The arguments are those of :meth:`Mail.exchange`. NCCL has no tags: the order of the
+        exchanges tells messages apart.
+        """
+        sends = pack()
+        receives = {rank: self.buffer(size) for rank, size in sizes.items()}
+        if not sends and not receives:
+            return {}
+        batch = _Batch(self.group.exchange(sends, receives), (sends, receives), self.waits)
+        if not receives:
+            batch.wait()
+        return {rank: _OnStream(batch, buffer) for rank, buffer in receives.items()}
+
+    def done(self, buffer: Tensor) -> None:
+        """Do nothing: the allocator takes the memory back once nobody refers to it."""
+
+
+class _Batch:
+    """Group of messages that was started on a GPU, with the memory that it reads and writes.
+
+    Args:
+        work: the running operation of torch.distributed.
+        memory: objects that hold the tensors of the messages.
+        waits: the wait policy.
+    """
+
+    def __init__(self, work, memory, waits: Waits):
+        self._work, self._memory, self._waits = work, memory, waits
+
+    def wait(self) -> None:
+        """Make the stream wait for the messages, after one piece of deferred work."""
+        if self._work is not None:
+            self._waits.do_next()
+            self._work.wait()
+            self._work = self._memory = None
+
+
+class _OnStream(NamedTuple):
+    """Receive of a message in a group of messages (see :class:`Arriving`)."""
+
+    batch: _Batch
+    buffer: Tensor
+
+    def tensor(self, what: str = "a message", kind: str | None = None) -> Tensor:
+        """Make the stream wait for the message, and return its buffer."""
+        self.batch.wait()
+        return self.buffer
+
+
+def halo_mail(comm, device) -> Mail | HaloMail:
+    """Return what exchanges the halos of tensors on ``device`` between the ranks of ``comm``."""
+    stream = stream_of(comm)
+    return HaloMail(stream, waits_of(comm)) if stream else Mail(comm, device)
 
 
 def message(x: Tensor) -> Tensor:

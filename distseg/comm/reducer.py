@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from distseg.comm import nccl
 from distseg.comm.communicator import as_communicator
-from distseg.comm.gloo import CollectiveRequest
 from distseg.comm.memory_format import like_layout
 from distseg.comm.ordered_sum import TAGS, SumOfParts
 from distseg.comm.staging import Buffers, wait_for_device
@@ -347,30 +346,33 @@ class HorovodReducer(Reducer):
 class NcclReducer(Reducer):
     """Reducer that sums flat buckets by NCCL, in GPU memory.
 
-    No sum starts during the backward pass. A sum that waits for another rank occupies the GPU, and
-    a host that allocates or frees memory may wait for the sum. If the other rank waited for a halo
-    that this host has not sent yet, both would wait for ever.
+    The host does not wait for the sums: work that is queued on the GPU after :meth:`finish` does.
+
+    If ranks exchange other messages in a backward pass, sums must not start in it. A sum that waits
+    for another rank occupies the GPU, and a host that allocates or frees memory may wait for the
+    sum. If the other rank waited for a halo that this host has not sent yet, both would wait for
+    ever.
 
     Args:
-        group: the process group of the replicas (:func:`distseg.comm.nccl.replicas_group`).
-        waits: the wait policy of the mesh.
+        group: the process group of the replicas (:func:`distseg.comm.nccl.group_of`).
         fp16: True to compress gradients to fp16 for the sum.
+        early: True if sums may start while the backward pass still runs.
     """
 
     name = "nccl"
 
-    def __init__(self, group: dist.Backend, waits: Waits, fp16: bool = False):
-        self.group, self.waits, self.fp16 = group, waits, fp16
-        self._under_way: list[tuple[Tensor, Tensor, CollectiveRequest]] = []
+    def __init__(self, group: dist.Backend, fp16: bool = False, early: bool = False):
+        self.group, self.fp16, self.early = group, fp16, early
+        self._under_way: list[tuple[Tensor, Tensor, dist.Work]] = []
 
     def start(self, bucket: Tensor) -> None:
         wire = bucket.to(torch.float16) if self.fp16 else _wire(bucket)
-        request = CollectiveRequest(self.group.allreduce([wire.data]))
-        self._under_way.append((bucket, wire, request))
+        self._under_way.append((bucket, wire, self.group.allreduce([wire.data])))
 
     def finish(self) -> None:
-        for bucket, wire, request in self._under_way:
-            self.waits.wait(request, _SUM)
+        """Make the GPU's stream wait for all sums that were started; the host goes on."""
+        for bucket, wire, work in self._under_way:
+            work.wait()
             if wire is not bucket:
                 bucket.data.copy_(wire)
         self._under_way.clear()
@@ -417,11 +419,13 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu") -> Re
             f"mesh.reducer is horovod, but {lacks}: set it to mpi or auto, or install Horovod "
             "(docs/install.md)"
         )
-    gpus = _own_gpus(mesh, device) if kind == "nccl" else []
+    gpus = nccl.own_gpus(mesh, device, "mesh.reducer", "torch or auto") if kind == "nccl" else []
     if mesh.replicas.size == 1:
         return LoneReducer()
     if kind == "nccl":
-        return NcclReducer(nccl.replicas_group(mesh, gpus, device), mesh.waits, fp16)
+        of_replicas = [gpus[rank] for rank in mesh.shape.members(mesh.rank).replicas]
+        group = nccl.group_of(mesh.replicas, of_replicas, device)
+        return NcclReducer(group, fp16, early=mesh.shape.samples == mesh.shape.size)
     if asked and not lacks:
         # On a CPU Horovod's thread would wait in a busy loop on the cores of the backward pass.
         process_set = _process_set(mesh, device)
@@ -446,34 +450,11 @@ def _check_transport(kind: str, transport: str) -> None:
             f"MPI{needs}: set mesh.reducer to torch or auto, or start with mpirun and "
             "run.transport mpi"
         )
-    if transport == "mpi" and kind in ("torch", "nccl"):
+    if transport == "mpi" and kind == "torch":
         raise ValueError(
             f"mesh.reducer is {kind}, but the ranks are connected by MPI, not by "
             "torch.distributed: set mesh.reducer to mpi, horovod or auto, or start with torchrun"
         )
-
-
-def _own_gpus(mesh, device: str) -> list[str]:
-    """Return, for each rank, the identifier of its GPU, and check that NCCL can use the GPUs.
-
-    All ranks of ``mesh`` must call it together.
-
-    Args:
-        mesh: the mesh.
-        device: the type of the ranks' devices, cpu or cuda.
-
-    Raises:
-        ValueError: NCCL cannot sum gradients on some rank, or two ranks share a GPU.
-    """
-    why = _first(mesh.world.allgather(nccl.lacks(device)))
-    gpus = [] if why else mesh.world.allgather(nccl.gpu())
-    why = why or nccl.shared_gpu(gpus)
-    if why:
-        raise ValueError(
-            f"mesh.reducer is nccl, but {why}: set it to torch or auto, or give each rank a GPU of "
-            "its own (run.device: cuda) and a PyTorch with NCCL"
-        )
-    return gpus
 
 
 def horovod_lacks(device: str) -> str | None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from torch import nn
 from distseg.comm.communicator import as_communicator
 from distseg.comm.progress import SAME_CALL, watched
 from distseg.comm.progress import waits as report_wait
+
+if TYPE_CHECKING:
+    from distseg.comm.nccl import StreamGroup
 
 # Calls of a communicator that return only after other ranks have made the same call.
 _BLOCKING = frozenset(
@@ -253,10 +256,12 @@ class Ranks:
     Args:
         comm: the communicator, of distseg or of mpi4py.
         waits: the wait policy.
+        stream: what exchanges tensors of the same ranks on their GPUs, without the host
+            (:class:`distseg.comm.nccl.StreamGroup`); None if nothing does.
     """
 
-    def __init__(self, comm, waits: Waits):
-        self.comm, self.waits = as_communicator(comm), waits
+    def __init__(self, comm, waits: Waits, stream: StreamGroup | None = None):
+        self.comm, self.waits, self.stream = as_communicator(comm), waits, stream
         self.rank, self.size = comm.rank, comm.size
 
     def __getattr__(self, name: str):
@@ -290,3 +295,8 @@ class Ranks:
 def waits_of(comm) -> Waits:
     """Return the wait policy of ``comm``; create one if ``comm`` was not made by a mesh."""
     return getattr(comm, "waits", None) or Waits()
+
+
+def stream_of(comm) -> StreamGroup | None:
+    """Return what exchanges tensors of the ranks of ``comm`` on their GPUs, or None."""
+    return getattr(comm, "stream", None)

@@ -371,6 +371,10 @@ class SpatialConfig:
     """all: tiles are read with their halos, as windows, and nothing is exchanged. 1, 2, ...: tiles
     are read without halos, and ranks exchange halos before every k-th layer that reads beyond its
     tile. level: ranks exchange halos once per resolution."""
+    messages: Literal["transport", "nccl"] = "transport"
+    """What carries halos and the statistics of norms. transport: MPI or torch.distributed, which
+    carry all other messages too. nccl: NCCL, for GPUs under torchrun; the host then waits for no
+    message of a layer."""
     fuse_below: int = 0
     """With an exchange: consecutive layers share one exchange if their tiles have fewer cells than
     this along a dim. That saves messages at the deep levels of a network."""

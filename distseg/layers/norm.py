@@ -437,15 +437,18 @@ class DistributedNorm(nn.Module):
         everyone = (
             combine(mine.unpacked(gather(mine.packed(), self.comm, home))) if others else mine
         )
-        # A single rank computes the count on the host, as reading it from a GPU would synchronise.
-        self._check_count(everyone.count.min() if others else self._least(by_row, everyone))
+        # Counts on a GPU are read only if they may be too small, as reading would synchronise.
+        least = self._least(by_row, everyone)
+        if others and (least < 2 or not everyone.count.is_cuda):
+            least = everyone.count.min()
+        self._check_count(least)
         everyone = everyone.on(mine.mean.device)
         if self.tracks and self.training and self.context.tracking:
             self.note(combine(everyone))
         return everyone
 
     def _least(self, by_row: dict[int, list[Contribution]], statistics: Moments) -> float:
-        """Return the smallest number of values from which one mean and variance are computed.
+        """Return the smallest number of values that this rank adds to one mean and variance.
 
         This is the number of pixels of the row with the fewest pixels, times the number of channels
         that share a statistic: the channels of a group in group norm, otherwise 1.

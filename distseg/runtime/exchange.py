@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from distseg.comm.collective import Alone
 from distseg.comm.halo import ExchangeView, HaloExchange, copies_from, copies_to, exchanged
-from distseg.comm.mail import Mail
+from distseg.comm.mail import halo_mail
 from distseg.config.sizes import Size
 from distseg.layers.context import Context
 from distseg.layers.conv import exchanged_convolution
@@ -125,7 +125,7 @@ class Exchange:
         self.every, self.fuse_below = every, fuse_below
         self.grid, self.per_rank = Size(grid), Size(per_rank)
         self.channels_last, self.stored = channels_last, tuple(stored)
-        self.mail = Mail(comm, device)
+        self.mail = halo_mail(comm, device)
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._exchanges: dict[tuple, HaloExchange] = {}
 

@@ -6,13 +6,15 @@ The proof assumes that nothing is buffered: a message is complete once both of i
 ranks have started it (a rendezvous). Every message has one sender and one receiver, so it does not
 matter which rank runs first: if one run of the steps comes to its end, every run does.
 
-Two sets of rules say what a transport does with the steps:
+Rules say what a transport does with the messages of a communicator:
 
-- ``MESSAGES``, for MPI and gloo: messages travel in the background, and tags tell them apart.
-- ``STREAM``, for NCCL: a rank runs its steps one after another on one stream, so messages that it
-  starts must be complete before its next step. Messages have no tags: messages from one rank to
-  another are matched in the order in which both ranks start them. One group has at most 256
-  messages.
+- MPI and gloo: messages travel in the background, and tags tell them apart.
+- NCCL: a rank runs its steps one after another on one *stream*, so messages that it starts must be
+  complete before its next step. Messages have no tags: messages from one rank to another are
+  matched in the order in which both ranks start them. One group has at most 256 messages.
+
+``MESSAGES`` is a job without NCCL, ``HALOS_IN_STREAM`` one whose halos are carried by NCCL
+(``spatial.messages: nccl``), and ``STREAM`` one whose stages would use NCCL too.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from distseg.comm.nccl import MOST_MESSAGES
 
 
 class Message(NamedTuple):
@@ -116,20 +120,18 @@ class Rules:
 
     Attributes:
         transports: the names of the transports, for errors.
-        tags: True if messages of different tags may overtake each other.
-        background: True if a rank goes on while its messages travel.
-        most: the largest number of messages that a rank may start together (:class:`Start`); None
-            for no limit.
+        streams: the names of the communicators whose messages NCCL carries. A rank does not go on
+            before they are complete, they have no tags, and at most ``MOST_MESSAGES`` may start
+            together (:class:`Start`).
     """
 
     transports: str
-    tags: bool
-    background: bool
-    most: int | None
+    streams: frozenset[str] = frozenset()
 
 
-MESSAGES = Rules("MPI and gloo", tags=True, background=True, most=None)
-STREAM = Rules("NCCL", tags=False, background=False, most=256)
+MESSAGES = Rules("MPI and gloo")
+HALOS_IN_STREAM = Rules("NCCL", frozenset({"tiles"}))
+STREAM = Rules("NCCL", frozenset({"pipeline", "tiles"}))
 
 
 def check_order(programs: Sequence[Sequence[Step]], rules: Rules = MESSAGES) -> None:
@@ -176,7 +178,8 @@ def _check_matches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
     received: dict[tuple, list[str]] = defaultdict(list)
     for rank, program in enumerate(programs):
         for message in _started(program):
-            way = (message.comm, message.source, message.target, rules.tags and message.tag)
+            tag = None if message.comm in rules.streams else message.tag
+            way = (message.comm, message.source, message.target, tag)
             (sent if message.source == rank else received)[way].append(message.name)
     for way in {**sent, **received}:
         comm, source, target, _ = way
@@ -209,11 +212,13 @@ def _check_batches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
     """Refuse a step that starts more messages at once than the transport allows."""
     for rank, program in enumerate(programs):
         for step in program:
-            if isinstance(step, Start) and rules.most and len(step.messages) > rules.most:
+            if not isinstance(step, Start) or step.messages[0].comm not in rules.streams:
+                continue
+            if len(step.messages) > MOST_MESSAGES:
                 raise ValueError(
                     f"rank {rank} starts {len(step.messages)} messages at once "
                     f"({step.messages[0]}, ...), but {rules.transports} takes at most "
-                    f"{rules.most}: use fewer tiles for each image"
+                    f"{MOST_MESSAGES}: use fewer tiles for each image"
                 )
 
 
@@ -294,11 +299,12 @@ class _DeadlockSearch:
                     for other in step.ranks
                     if self._collectives[other, group] < number
                 )
-        elif isinstance(step, Wait) or isinstance(step, Start) and not self.rules.background:
+        elif isinstance(step, (Start, Wait)):
             yield from (
                 (message.target if rank == message.source else message.source, str(message))
                 for message in step.messages
                 if self._ends[message] < 2
+                and (isinstance(step, Wait) or message.comm in self.rules.streams)
             )
 
     def _cycle(self, rank: int) -> list[tuple[int, int, str]]:

@@ -279,6 +279,22 @@ RULES = (
         "supported: set mesh.tiles to 1x1 and spatial.norm_scope to group, train with model.norm "
         "none or spatial.frozen_norm, or set pipeline.placement to linear",
     ),
+    Rule(
+        "DS236",
+        "spatial.messages",
+        "streaming",
+        lambda f: f.streaming,
+        "streamed tiles (streaming.memory or streaming.tiles) leave feature maps in host memory, "
+        "from which NCCL cannot send: set spatial.messages to transport",
+    ),
+    Rule(
+        "DS237",
+        "spatial.messages",
+        "pipeline.placement",
+        lambda f: f.on_devices,
+        "pipeline.placement is devices, and NCCL needs ranks with one GPU each: set "
+        "spatial.messages to transport, or put the stages on ranks (mesh.stages)",
+    ),
     # Settings without effect.
     Rule(
         "DS233",

@@ -27,6 +27,7 @@ from distseg.comm.launch import (
     ranks_on_node,
 )
 from distseg.comm.mesh import Mesh
+from distseg.comm.nccl import with_stream_groups
 from distseg.comm.progress import heartbeat
 from distseg.comm.staging import upload
 from distseg.config.settings import (
@@ -117,7 +118,7 @@ class Engine(ParameterUpdate):
         loss: Criterion | None = None,
         decoded: int = 0,
     ):
-        self.config, self.mesh, self._decoded = config, mesh, decoded
+        self.config, self._decoded = config, decoded
         self.precision, self.channels_last = precision, channels_last
         mesh.waits.timeout = config.run.timeout
         with raise_jointly(mesh.world):
@@ -128,6 +129,10 @@ class Engine(ParameterUpdate):
             # With pipeline.placement devices this is not the device that the launcher chose.
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
+        if config.spatial.messages == "nccl":
+            mesh = with_stream_groups(mesh, self.device)
+        self.mesh = mesh
+        with raise_jointly(mesh.world):
             self.autocast = autocast(precision, device)
             freeze(model, config.optim)
             check_trainable(model)

@@ -43,14 +43,15 @@ def prove_order(programs: StepPrograms, rules: Rules = MESSAGES) -> list[list[St
             messages. The message names the ranks and the messages.
     """
     config = programs.config
-    if not rules.background and config.streaming.active and config.mesh.stages > 1:
+    stages_in_stream = "pipeline" in rules.streams
+    if stages_in_stream and config.streaming.active and config.mesh.stages > 1:
         raise ValueError(
             f"streaming is on with mesh.stages {config.mesh.stages}, whose stages send strips of "
             f"rows as they become final, but over {rules.transports} both ranks must know the "
             "length of each message: set run.transport to mpi or torch, or mesh.stages to 1"
         )
     messages = messages_of_all_ranks(programs)
-    if not rules.background:
+    if stages_in_stream:
         messages = [in_batches(steps, rank) for rank, steps in enumerate(messages)]
     check_order(messages, rules)
     return messages

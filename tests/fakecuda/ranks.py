@@ -84,6 +84,47 @@ class Comm:
         return _Request(self.told[source, self.rank, tag])
 
 
+class Nccl:
+    """A process group of NCCL: what it does is queued on the stream, and nobody waits.
+
+    Args:
+        size: the number of its ranks.
+        order: of the stream.
+    """
+
+    def __init__(self, size: int, order: Order):
+        self.size, self.order, self.batch = lambda: size, order, None
+
+    def _allgather_base(self, found: Tensor, x: Tensor):
+        self.order.queue([x], [found])
+        return self
+
+    def allreduce(self, tensors):
+        self.order.queue(tensors, tensors)
+        return self
+
+    def _start_coalescing(self):
+        self.batch = [], []
+
+    def send(self, tensors, rank, tag):
+        self.batch[0].extend(tensors)
+
+    def recv(self, tensors, rank, tag):
+        self.batch[1].extend(tensors)
+
+    def _end_coalescing(self):
+        self.order.queue(*self.batch)
+        return self
+
+    def wait(self):
+        pass
+
+
+def group_of(ranks: Ranks, gpus, device: str) -> Nccl:
+    """As :func:`distseg.comm.nccl.group_of`."""
+    return Nccl(ranks.size, ranks.comm.order)
+
+
 class FakeMesh(SimpleNamespace):
     """One rank's place in a mesh, as :class:`distseg.comm.mesh.Mesh`."""
 
@@ -102,6 +143,6 @@ def mesh_at(
         return Ranks(Comm(size, rank, order, told), waits)
 
     return FakeMesh(
-        shape=shape, waits=waits, sample=0, tile=tuple(tile), stage=stage, world=comm(shape.size, number * stages + stage), pipeline=comm(stages, stage),
+        shape=shape, waits=waits, sample=0, tile=tuple(tile), stage=stage, rank=number * stages + stage, world=comm(shape.size, number * stages + stage), pipeline=comm(stages, stage),
         tiles=comm(shape.tiles.volume, number), groups=comm(samples, 0), replicas=comm(samples * shape.tiles.volume, number),
     )  # fmt: skip

@@ -12,12 +12,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from distseg.comm import mail
+from distseg.comm import mail, nccl
 from distseg.runtime import parameter_update, swap_layers
 from distseg.tiling.tile import ReceptiveField
 from distseg.training import engine
 
-from .ranks import Comm
+from .ranks import Comm, group_of
 from .waits import Event, Stream, Waits
 
 _PLANS = (
@@ -85,6 +85,8 @@ def stand_in(waits: Waits, direct: bool = False, reach: ReceptiveField | None = 
         patch("torch.cuda.device_count", lambda: 1),
         patch("torch.cuda.set_device", lambda device: None),
         patch.object(Comm, "takes_gpu_memory", direct, create=True),
+        patch.object(nccl, "own_gpus", lambda mesh, *_: [f"{n}" for n in range(mesh.shape.size)]),
+        patch.object(nccl, "group_of", group_of),
         patch.object(
             mail, "message", lambda x: x
         ),  # to ranks that look where it lies, not what it is

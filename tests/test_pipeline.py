@@ -8,11 +8,14 @@ import torch
 from test_exact import NORMS, check, config
 from torch import nn
 
+from distseg.comm.alone import Alone
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.network import calls_of
 from distseg.models.zoo import build_model
 from distseg.runtime.partition import Partition
+from distseg.runtime.pipeline import Pipeline
+from distseg.runtime.stage_program import most_leaving
 from distseg.training.verify import verify
 
 SCHEDULES = ["gpipe", "1f1b", "zb-h1"]
@@ -254,3 +257,35 @@ def test_stages_that_would_share_running_statistics_are_refused():
     calls = calls_of(as_network(made_weights.Twice(4, 2)))
     with pytest.raises(ValueError, match="share running statistics, but lie in the stages 0 and 1"):
         Partition.from_balance(calls, [len(calls) - 4, 4])
+
+
+class Late:
+    """Request that is complete when it is tested the third time."""
+
+    def __init__(self):
+        self.tests = 0
+
+    def Test(self):
+        self.tests += 1
+        return self.tests >= 3
+
+
+@pytest.mark.parametrize(
+    "stage, waited", [(0, [0, 1]), (1, [0, 1, 2]), (2, [0, 1, 2]), (3, [0, 1, 2, 3])]
+)
+def test_a_stage_runs_no_further_ahead_than_the_memory_model_says(stage, waited):
+    parts = tuple(range(n, n + 1) for n in range(4))
+    pipeline = Pipeline(Partition(parts, (), (0, 1, 2, 3)), [], Alone())
+    sends = {m: [Late(), Late()] for m in range(4)}
+    pipeline._leaving = dict(sends)
+    pipeline._limit_leaving(stage)
+    assert [m for m, each in sends.items() if all(r.tests == 3 for r in each)] == waited
+    assert not any(r.tests for m in set(sends) - set(waited) for r in sends[m])
+    assert len(pipeline._leaving) == most_leaving(stage, 4)
+
+
+def test_a_rank_with_several_stages_does_not_wait():
+    pipeline = Pipeline(Partition((range(1), range(1, 2)), (), (0, 0)), [], Alone())
+    pipeline._leaving = {m: [Late()] for m in range(4)}
+    pipeline._limit_leaving(0)
+    assert len(pipeline._leaving) == 4

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from distseg.comm.communicator import PartRequest, as_communicator
+from distseg.comm.communicator import PartRequest, Request, as_communicator
 from distseg.comm.memory_format import as_bytes, channels_last
 from distseg.comm.staging import Buffers, wait_for_device
 from distseg.comm.waits import Waits, When, stream_of, waits_of
@@ -139,7 +139,7 @@ class _Sent(NamedTuple):
     ``buffer`` is the buffer of the pool that holds the memory; None for memory outside the pool.
     """
 
-    request: object
+    request: Request
     memory: object
     buffer: Tensor | None
 
@@ -177,8 +177,10 @@ class Mail:
             else self.buffers.take(size)
         )
 
-    def send(self, x: Tensor, to: int, tag: int, packed: bool = False) -> None:
-        """Start to send a dense tensor, which must not change before :meth:`flush`.
+    def send(self, x: Tensor, to: int, tag: int, packed: bool = False) -> Request:
+        """Start to send a dense tensor, and return the request of the send.
+
+        The tensor must not change before the request is complete.
 
         Args:
             x: the tensor.
@@ -186,10 +188,13 @@ class Mail:
             tag: the tag of the message.
             packed: True if ``x`` is a buffer from :meth:`buffer`.
         """
-        self.send_all({to: x}, tag, packed)
+        (request,) = self.send_all({to: x}, tag, packed)
+        return request
 
-    def send_all(self, to: Mapping[int, Tensor], tag: int, packed: bool = False) -> None:
+    def send_all(self, to: Mapping[int, Tensor], tag: int, packed: bool = False) -> list[Request]:
         """Start to send several tensors, with a single synchronisation of the device.
+
+        Return the requests of the sends.
 
         Args:
             to: the tensor for each receiving rank. No tensor may change before :meth:`flush`.
@@ -205,9 +210,12 @@ class Mail:
                 x = form.within(buffer).copy_(x, non_blocking=True)
             leaving.append((rank, x, buffer))
         wait_for_device(self.device)
-        for rank, x, buffer in leaving:
-            self._sending.append(_Sent(self.comm.Isend(message(x), rank, tag), x, buffer))
+        started = [
+            _Sent(self.comm.Isend(message(x), rank, tag), x, buffer) for rank, x, buffer in leaving
+        ]
+        self._sending += started
         self.progress()
+        return [sent.request for sent in started]
 
     def receive(self, form: Form, source: int, tag: int) -> Receipt:
         """Post a receive of a tensor with the given shape, dtype and memory format.

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.schedule import SCHEDULES, splits
-from distseg.runtime.stage_program import AHEAD, recomputed
+from distseg.runtime.stage_program import AHEAD, most_leaving, recomputed
 
 Recompute = Literal["never", "except_last", "always"]
 
@@ -106,9 +106,9 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
     stage holds in memory at that time. The peak memory of the stage is the largest that follows
     from any of them (:mod:`distseg.planning.stage_memory`).
 
-    The counts assume that the next stage has not yet received the outputs of this stage for the
-    last max(1, stages - 2 - stage) micro-batches. The receive buffers of the next ``AHEAD`` passes
-    are allocated already.
+    The counts assume that later stages have not yet received the outputs of this stage for as many
+    micro-batches as a stage may have under way (:func:`most_leaving`). The receive buffers of the
+    next ``AHEAD`` passes are allocated already.
 
     Args:
         stage: the index of the stage.
@@ -119,7 +119,7 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
     again = recomputed(actions, policy.recompute)
     # True for each forward pass and False for each backward pass, in order.
     passes = [isinstance(a, Forward) for a in actions if not isinstance(a, Weight)]
-    late = max(stages - 2 - stage, int(stage + 1 < stages))
+    late = most_leaving(stage, stages)
     full = inputs = put_off = done = 0
     found = set()
     for action in actions:

@@ -148,6 +148,11 @@ class Partition:
         return Partitioner(calls).cut(balance, placement)
 
     @property
+    def one_stage_a_rank(self) -> bool:
+        """True if each rank of the pipeline has one stage."""
+        return len(set(self.placement)) == len(self.placement)
+
+    @property
     def stages(self) -> int:
         """Number of stages."""
         return len(self.ranges)

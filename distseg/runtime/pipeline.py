@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from distseg.comm.communicator import Request
 from distseg.comm.mail import Form, Mail, Receipt
 from distseg.comm.progress import heartbeat
 from distseg.runtime.actions import Action, Backward, Forward, Weight
@@ -22,7 +23,7 @@ from distseg.runtime.operations import EdgeOperation, Operation, Recompute, Recv
 from distseg.runtime.partition import Edge, Partition
 from distseg.runtime.spans import NoTrace
 from distseg.runtime.stage import Stage
-from distseg.runtime.stage_program import operations, receives_ahead
+from distseg.runtime.stage_program import most_leaving, operations, receives_ahead
 from distseg.tiling.tile_batch import MicroBatch
 
 _Key = tuple[Edge, int, bool]  # Edge, micro-batch, and True for the gradient.
@@ -64,6 +65,8 @@ class Pipeline:
         self._forms: dict[tuple[Edge, tuple], list[Form]] = {}
         self._posted: dict[_Key, list[Receipt]] = {}
         self._here: dict[_Key, list[Tensor]] = {}  # Computed here or received.
+        # Sends of this rank's outputs that may be under way, by micro-batch, the oldest first.
+        self._leaving: dict[int, list[Request]] = {}
         self._program = lru_cache(lambda actions: operations(actions, partition.edges, recompute))
         for stage in stages:
             stage.after_layer = self.mail.progress if comm.size > 1 else None
@@ -103,6 +106,7 @@ class Pipeline:
                     case Recv():
                         self._receive(op, unit)
                     case Forward():
+                        self._limit_leaving(op.stage)
                         self._forward(op, unit, (op.stage, op.micro_batch) not in dropped)
                     case Recompute():
                         self._recompute(op)
@@ -117,6 +121,7 @@ class Pipeline:
                 self.mail.flush()
         finally:
             self._here.clear()
+            self._leaving.clear()
             for stage in self.stages.values():
                 stage.clear()
 
@@ -212,7 +217,26 @@ class Pipeline:
             self.mail.send_object(self._forms[key], peer, self._forms_tag(op.edge))
         for form, x in zip(self._forms[key], tensors):
             _check(form, x, op)
-            self.mail.send(form.fit(x), peer, self._tag(op))
+            request = self.mail.send(form.fit(x), peer, self._tag(op))
+            if not op.back:
+                self._leaving.setdefault(op.micro_batch, []).append(request)
+
+    def _limit_leaving(self, stage: int) -> None:
+        """Wait until the outputs of no more than :func:`most_leaving` micro-batches are under way.
+
+        A rank with several stages does not wait, because its stages wait for each other.
+
+        Args:
+            stage: the stage whose forward pass begins.
+        """
+        if not self.partition.one_stage_a_rank:
+            return
+        most = most_leaving(stage, self.partition.stages)
+        while len(self._leaving) > most:
+            oldest = next(iter(self._leaving))
+            with self.trace.span("send", f"outputs of micro-batch {oldest}"):
+                for request in self._leaving.pop(oldest):
+                    self.mail.waits.wait(request, f"the next stages of micro-batch {oldest}")
 
     def _receive(self, op: Recv, unit: MicroBatch) -> None:
         """Wait for the tensors of a receive operation, and keep them until a pass reads them."""

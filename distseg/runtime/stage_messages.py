@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from distseg.runtime.actions import Action, Weight
+from distseg.runtime.actions import Action, Forward, Weight
 from distseg.runtime.message_order import Message, Pass, Start, Step, Wait
 from distseg.runtime.operations import EdgeOperation, Operation, Recompute, Recv, Send
 from distseg.runtime.partition import Edge, Partition
-from distseg.runtime.stage_program import receives_ahead
+from distseg.runtime.stage_program import most_leaving, receives_ahead
 
 
 class Unit(NamedTuple):
@@ -75,6 +75,8 @@ class _Collector:
         self.sent: list[Message] = []
         self._posted: dict[EdgeOperation, tuple[Message, ...]] = {}
         self._received: set[EdgeOperation] = set()
+        # Messages with this rank's outputs that it did not wait for yet, by micro-batch.
+        self._leaving: dict[int, list[Message]] = {}
 
     def step(self, program: Sequence[Operation], place: int) -> Iterator[Step]:
         """Yield the message starts, waits, collectives and passes of ``program[place]``."""
@@ -85,6 +87,8 @@ class _Collector:
             if self._peer(op) != self.of.rank:
                 yield from self._receive(op) if isinstance(op, Recv) else self._send(op)
         elif isinstance(op, (Action, Recompute)):
+            if isinstance(op, Forward):
+                yield from self._limit_leaving(op.stage)
             name = f"{self.prefix}{op.verb} of stage {op.stage}, micro-batch {op.micro_batch}"
             yield Pass(name, reads=not isinstance(op, (Recompute, Weight)))
             yield from self.of.inside(op)
@@ -117,10 +121,18 @@ class _Collector:
 
     def _send(self, op: EdgeOperation) -> Iterator[Step]:
         messages = self._messages(op)
+        if not op.back:
+            self._leaving.setdefault(op.micro_batch, []).extend(messages)
         if not self._known(op):
             messages = (self._form(op), *messages)
         self.sent += messages
         yield from (Start((message,)) for message in messages)
+
+    def _limit_leaving(self, stage: int) -> Iterator[Step]:
+        partition = self.of.partition
+        if partition.one_stage_a_rank:
+            while len(self._leaving) > most_leaving(stage, partition.stages):
+                yield Wait(tuple(self._leaving.pop(next(iter(self._leaving)))))
 
     def _known(self, op: EdgeOperation) -> bool:
         return (op.edge, self.units[op.micro_batch].signature) in self.of._forms

@@ -25,6 +25,21 @@ from distseg.runtime.partition import Edge
 AHEAD = 2  # Receives are posted for the current pass and for this many later passes.
 
 
+def most_leaving(stage: int, stages: int) -> int:
+    """Return for how many micro-batches a stage may have outputs under way as a pass begins.
+
+    A stage that ran further ahead of the stages that read its outputs would only hold more of them
+    in memory. The number is so large that stages which take equally long never wait: when stage s
+    begins a pass, the last stage, which may read a skip, is S - 1 - s micro-batches behind, and it
+    has posted the receives of its next passes.
+
+    Args:
+        stage: the index s of the stage; each rank has one stage.
+        stages: the number S of stages.
+    """
+    return max(stages - 2 - stage, int(stage + 1 < stages))
+
+
 def operations(
     order: Sequence[Action], edges: Sequence[Edge], recompute: str = "never"
 ) -> list[Operation]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distseg.comm.memory_format import channels_last, lies_last
 from distseg.models.layers import is_vector
 from distseg.tiling.layout import LayerView
 from distseg.tiling.tile import Box
@@ -26,13 +28,26 @@ def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
     return x[(..., *wanted.relative_to(have).slices)]
 
 
-def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, int]]]:
+def cropped_input(x: Tensor, have: Box, wanted: Box) -> Tensor:
+    """Return the part of ``x`` inside the box ``wanted``, which must not be modified in place.
+
+    The result is that of :func:`cropped`. Its gradient is faster to compute (:class:`_Part`).
+    """
+    if have == wanted or is_vector(x, have.size):
+        return x
+    return _part(x, wanted.relative_to(have).slices, own=False)
+
+
+def fitted(
+    x: Tensor, have: Box, wanted: Box, crop: Callable[[Tensor, Box, Box], Tensor] = cropped
+) -> tuple[Tensor, list[tuple[int, int]]]:
     """Return the part of ``x`` inside ``wanted``, and the padding that extends it to ``wanted``.
 
     Args:
         x: (B, C, *have.size).
         have: the box of ``x`` in its feature map.
         wanted: a box that may extend beyond ``have``.
+        crop: :func:`cropped`, or :func:`cropped_input` if the part is only read.
 
     Returns:
         The part of ``x``. For each dim, the number of cells to add (before, after) the part, as
@@ -44,7 +59,7 @@ def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, i
         (a - w, v - b) if a < b else (v - w, 0)
         for a, b, w, v in zip(common.start, common.stop, wanted.start, wanted.stop)
     ]
-    return cropped(x, have, common), pads
+    return crop(x, have, common), pads
 
 
 def mirrored(x: Tensor, have: Box, part: LayerView, mode: str) -> tuple[Tensor, Box]:
@@ -92,4 +107,59 @@ def taken_from(y: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
     """
     if tuple(y.shape[2:]) == tuple(size):
         return y
-    return y[(..., *(slice(a, a + n) for a, n in zip(start, size)))]
+    return y[(..., *_slices(start, size))]
+
+
+def taken_from_result(y: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    """Return a part of a convolution's result, as :func:`taken_from` does.
+
+    The part may be modified in place, and its gradient is faster to compute (:class:`_Part`).
+
+    Args:
+        y: the result of a convolution, whose backward pass does not need it. Nothing else may use
+            it, because autograd does not notice if the part is modified.
+        start, size: the arguments of :func:`taken_from`.
+    """
+    if tuple(y.shape[2:]) == tuple(size):
+        return y
+    return _part(y, _slices(start, size), own=True)
+
+
+def _slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(start, size))
+
+
+def _part(x: Tensor, slices: tuple[slice, ...], own: bool) -> Tensor:
+    """Return the part of ``x`` (B, C, ...) in the slices of its spatial dims (see :class:`_Part`).
+
+    Args:
+        own: True if the part is to be a tensor of its own, which may be modified in place.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Part.apply(x, slices, own)
+    return x[(..., *slices)]
+
+
+class _Part(torch.autograd.Function):
+    """Part of a tensor, whose gradient has the memory format of the tensor.
+
+    The gradient that PyTorch computes for a slice is contiguous. If the feature maps have their
+    channels last in memory, all later operations of the backward pass then read two formats. If a
+    slice is modified in place, PyTorch also copies the gradient of the whole tensor several times.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, slices: tuple[slice, ...], own: bool):
+        ctx.shape, ctx.slices, ctx.last = x.shape, slices, lies_last(x)
+        part = x[(..., *slices)]
+        return part.data if own else part
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        form = channels_last(len(ctx.shape)) if ctx.last else torch.contiguous_format
+        dx = torch.empty(ctx.shape, dtype=g.dtype, device=g.device, memory_format=form)
+        for dim, (n, cells) in enumerate(zip(ctx.shape[2:], ctx.slices), start=2):
+            dx.narrow(dim, 0, cells.start).zero_()
+            dx.narrow(dim, cells.stop, n - cells.stop).zero_()
+        dx[(..., *ctx.slices)] = g
+        return dx, None, None

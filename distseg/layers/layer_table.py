@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from distseg.comm.staging import upload
 from distseg.layers import moving
 from distseg.layers.dropout import DROPOUTS, KeyedDropout
-from distseg.layers.fitting import cropped, fitted, mirrored, padded, taken_from
+from distseg.layers.fitting import (
+    cropped,
+    cropped_input,
+    fitted,
+    mirrored,
+    padded,
+    taken_from,
+    taken_from_result,
+)
 from distseg.layers.norm import NORMS, DistributedNorm
 from distseg.layers.resize import Placed, PlacedPositions, resized
 from distseg.models.capture.positions import Positions
@@ -30,6 +38,7 @@ from distseg.models.layers import (
     DropImage,
     Fill,
     Formula,
+    Join,
     MainOutput,
     Mean,
     Pop,
@@ -231,9 +240,10 @@ def run(
     if isinstance(layer, OfLines):
         return layer.mapped_to(part.size, [line for line, _ in others])
     if others:
+        # The results of these layers are new tensors, which hold no part of an input.
+        crop = cropped_input if isinstance(layer, (Pop, Join)) else cropped
         return layer(
-            cropped(x, have, part.input),
-            *(cropped(other, there, part.output) for other, there in others),
+            crop(x, have, part.input), *(crop(other, there, part.output) for other, there in others)
         )
     function = _function_of(type(layer))
     # A layer without a function here is pointwise, as `node_of` has checked.
@@ -324,7 +334,7 @@ def _conv_patterns(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
 def _conv(conv: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     if conv.padding_mode != "zeros":
         x, have = mirrored(x, have, part, conv.padding_mode)
-    x, pads = fitted(x, have, part.padded_input)
+    x, pads = fitted(x, have, part.padded_input, cropped_input)
     native = [
         max(pad) if s == 1 else b if (b := pad[0]) == pad[1] else None
         for pad, s in zip(pads, conv.stride)
@@ -337,7 +347,7 @@ def _conv(conv: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     # If only one side needs padding, the kernel pads both, and the other side's extra cells are cut
     # off here.
     start = [0 if p is None else p - pad[0] for p, pad in zip(native, pads)]
-    return taken_from(y, start, part.output.size)
+    return taken_from_result(y, start, part.output.size)
 
 
 def _transposed_patterns(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
@@ -354,7 +364,7 @@ def _transposed_patterns(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...
 
 
 def _transposed(conv: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
-    x = cropped(x, have, part.input)
+    x = cropped_input(x, have, part.input)
     dims = range(len(conv.stride))
     first = [part.input.start[d] * conv.stride[d] - conv.padding[d] for d in dims]
     span = [conv.dilation[d] * (conv.kernel_size[d] - 1) + 1 for d in dims]
@@ -363,7 +373,8 @@ def _transposed(conv: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tenso
     y = _CONV_TRANSPOSE[len(dims) - 1](
         x, conv.weight, conv.bias, conv.stride, 0, extra, conv.groups, conv.dilation
     )
-    return taken_from(y, [a - f for a, f in zip(part.output.start, first)], part.output.size)
+    first = [a - f for a, f in zip(part.output.start, first)]
+    return taken_from_result(y, first, part.output.size)
 
 
 # poolings
@@ -391,7 +402,7 @@ def _max_pool(pool: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     k, s, d = (
         _tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "dilation")
     )
-    x, pads = fitted(x, have, part.padded_input)
+    x, pads = fitted(x, have, part.padded_input, cropped_input)
     # The kernel can pad both sides by the same number of cells. In ceil_mode it can also pad more
     # at the end, by less than its stride.
     native = [
@@ -405,7 +416,7 @@ def _max_pool(pool: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
 def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     dims = len(part.size)
     k, s, p = (_tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "padding"))
-    x, pads = fitted(x, have, part.padded_input)
+    x, pads = fitted(x, have, part.padded_input, cropped_input)
     y = _AVG_POOL[dims - 1](padded(x, pads), k, s)
     divisor = getattr(pool, "divisor_override", None)
     if divisor is not None:

@@ -20,6 +20,7 @@ pytest_plugins = ("mpirunner.plugin", "covering")
 DEVICE = os.environ.get("DISTSEG_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
 
 
 @pytest.fixture(autouse=True, scope="session")

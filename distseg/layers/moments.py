@@ -17,6 +17,7 @@ from torch import Tensor
 from distseg.comm.memory_format import channels_last
 from distseg.comm.staging import upload
 from distseg.layers.kernels import norm as compiled
+from distseg.layers.kernels.choice import triton_kernels
 
 # Number of pixels that are added one after another. In float64 results are compared to the last
 # digits, so chunks are small.
@@ -109,6 +110,8 @@ def of_channels(x: Tensor) -> Moments:
     if compiled.available(x):
         count = torch.tensor(x.numel() / x.shape[1], dtype=torch.float64)
         return Moments(count, *compiled.moments(x))
+    if (kernels := triton_kernels(x)) is not None:
+        return Moments(_count(x), *kernels.moments(x))
     if x.is_cuda:
         return _moments(x, *_on_gpu(x))
     # The kernel returns the dtype of the running statistics. Without them a bfloat16 input would
@@ -165,9 +168,14 @@ def _rows_of_chunk(x: Tensor) -> int:
 
 
 def _moments(x: Tensor, mean: Tensor, var: Tensor) -> Moments:
-    # `torch.full` runs on the device. A copied number would synchronise with a GPU.
-    count = torch.full((), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
+    count = _count(x)
     return Moments(count, mean.double(), var.double() * count)
+
+
+def _count(x: Tensor) -> Tensor:
+    """Return the number of pixels of an image (1, C, *size), float64 on its device."""
+    # `torch.full` runs on the device. A copied number would synchronise with a GPU.
+    return torch.full((), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
 
 
 def by_group(m: Moments, groups: int) -> Moments:

@@ -45,7 +45,7 @@ from distseg.layers.context import Context
 from distseg.layers.conv import accumulate
 from distseg.layers.dropout import KeyedDropout
 from distseg.layers.kernels import norm as compiled
-from distseg.layers.kernels import plain
+from distseg.layers.kernels.choice import kernels, triton_kernels
 from distseg.layers.kernels.norm import Affine
 from distseg.layers.moments import Moments, by_group, combine, joined, of_channels, stack
 from distseg.models.layers import Mean, VectorNorm, register
@@ -214,17 +214,17 @@ class DistributedNorm(nn.Module):
     def is_local(self, xs: list[Tensor]) -> bool:
         """Return True if PyTorch's own norm functions are to compute this norm (:meth:`local`).
 
-        These functions are used where the compiled kernels are not available, for instance on a
-        GPU. The norm must be active, and this rank must hold its images whole, in one window. Three
-        cases return False all the same: float64, as PyTorch's plain sums lose digits; group norm in
-        channels_last, as PyTorch is slow there; and group norm in 16 bits on a GPU, as PyTorch
-        returns float32 there under autocast.
+        These functions are used where neither the compiled kernels nor Triton's are available, for
+        instance on a GPU. The norm must be active, and this rank must hold its images whole, in one
+        window. Three cases return False all the same: float64, as PyTorch's plain sums lose digits;
+        group norm in channels_last, as PyTorch is slow there; and group norm in 16 bits on a GPU,
+        as PyTorch returns float32 there under autocast.
 
         Args:
             xs: the feature maps of this rank's windows.
         """
         x = xs[0]
-        if compiled.available(x) or not self.active:
+        if compiled.available(x) or triton_kernels(x) or not self.active:
             return False
         alone = (
             self.comm.size == 1
@@ -727,7 +727,7 @@ class _JointNorm(torch.autograd.Function):
                 else (torch.zeros_like(c.hat),) * 2
             )
             own = ctx.own[j] if ctx.active else _nowhere(xs[j])
-            _kernels(xs[j]).gradient(
+            kernels(xs[j]).gradient(
                 gs[j][b : b + 1],
                 xs[j][b : b + 1],
                 c.affine,
@@ -852,7 +852,7 @@ class Pending:
         ):
             tilt, shift = self.norm.tilt_and_shift(c, self.shares[:, i], self.norm.times(index))
             as_is = Affine(c.affine.pivot, torch.ones_like(c.hat), torch.zeros_like(c.hat))
-            _kernels(x).gradient(
+            kernels(x).gradient(
                 g[b : b + 1], x[b : b + 1], as_is, tilt, shift, own, out=dx[b : b + 1]
             )
         return self.norm.closed(dx, form)
@@ -883,7 +883,7 @@ class _PendingNorm(torch.autograd.Function):
             image = g[b : b + 1], x[b : b + 1]
             none = torch.zeros_like(c.hat)
             ctx.pending.collect(i, *image, c, ctx.times)
-            _kernels(x).gradient(*image, c.affine, none, none, _nowhere(x), out=dx[b : b + 1])
+            kernels(x).gradient(*image, c.affine, none, none, _nowhere(x), out=dx[b : b + 1])
         return None, None, None, None, dx
 
 
@@ -896,7 +896,7 @@ def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficien
         x: the norm's input, (1, C, *size).
         c: the coefficients with which the image was normalised.
     """
-    total, weighted = _kernels(x).sums(g, x, c.affine)
+    total, weighted = kernels(x).sums(g, x, c.affine)
     dbias += total
     dweight += c.hat * weighted + c.offset * total
 
@@ -973,24 +973,20 @@ def _normalised(x: Tensor, affines: list[Affine]) -> Tensor:
         if x.is_contiguous():
             pivot, scale, shift, slope = affines[0]
             many = Affine(*(v.repeat(len(x)) for v in (pivot, scale, shift)), slope)
-            _kernels(x).forward(x.flatten(0, 1)[None], many, out=y.flatten(0, 1)[None])
+            kernels(x).forward(x.flatten(0, 1)[None], many, out=y.flatten(0, 1)[None])
             return y
         # In channels_last they are computed as one image with B times the rows.
         if x.is_contiguous(memory_format=channels_last(x.dim())):
-            _kernels(x).forward(_stacked_rows(x), affines[0], out=_stacked_rows(y))
+            kernels(x).forward(_stacked_rows(x), affines[0], out=_stacked_rows(y))
             return y
     for b, affine in enumerate(affines):
-        _kernels(x).forward(x[b : b + 1], affine, out=y[b : b + 1])
+        kernels(x).forward(x[b : b + 1], affine, out=y[b : b + 1])
     return y
 
 
 def _stacked_rows(x: Tensor) -> Tensor:
     """Return a view of images in channels_last as one image: (B, C, H, W) -> (1, C, B * H, W)."""
     return x.movedim(1, -1).flatten(0, 1).movedim(-1, 0)[None]
-
-
-def _kernels(x: Tensor):
-    return compiled if compiled.available(x) else plain
 
 
 def active_norms(layers: Iterable[nn.Module], frozen: bool) -> list[int]:

@@ -36,9 +36,9 @@ def triton_kernels(x: Tensor) -> ModuleType | None:
     Args:
         x: images, (B, C, *size).
     """
-    found = _triton_norm()
-    here = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return found if found and here and x.dtype in _TYPES and 3 <= x.dim() <= 5 else None
+    if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        return None
+    return _triton_norm() if x.dtype in _TYPES and 3 <= x.dim() <= 5 else None
 
 
 @cache

@@ -507,3 +507,17 @@ def test_many_small_maps(size):
     found = [y, *kernels.norm_backward(g, x, norm, weight, numbers)]
     for ours, theirs in zip(found, (wanted, *(t.grad for t in inputs)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_sums_over_parts_of_images_in_16_bits_are_not_rounded(last):
+    torch.manual_seed(0)
+    form = torch.channels_last if last else torch.contiguous_format
+    whole = torch.randn(2, 4, 40, 50).bfloat16().contiguous(memory_format=form)
+    g, x = whole[:1, ..., 3:-2], whole[1:, ..., 3:-2]
+    affine = Affine(*torch.rand(3, 4).double(), 0.1)
+    wanted = plain.sums(g.double(), x.double(), affine)
+    found = plain.sums(g, x, affine)
+    dense = plain.sums(g.clone(), x.clone(), affine)
+    for a, b, c in zip(found, dense, wanted):
+        assert (a - c).abs().max() <= 1.01 * (b - c).abs().max() + 1e-3

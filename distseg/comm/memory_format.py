@@ -45,6 +45,12 @@ def like_format(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=channels_last(x.dim())) if lies_last(other) else x
 
 
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` without gaps in memory, in its memory format; copy it only if it has gaps."""
+    form = channels_last(x.dim()) if lies_last(x) else torch.contiguous_format
+    return x.contiguous(memory_format=form)
+
+
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """Return the memory of a dense tensor as a flat uint8 view.
 

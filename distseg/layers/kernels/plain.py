@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distseg.comm.memory_format import dense
 from distseg.layers.kernels.norm import Affine
 from distseg.tiling.tile import Box
 
@@ -48,6 +49,9 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
     scale, _, pivot, one = _parameters(x, affine)
     fixed = scale, pivot, one, pivot, one, False, 0.0, [False, True, True]
     g = _before_activation(g, x, affine)
+    if x.device.type == "cpu" and x.dtype.itemsize == 2:
+        # On parts of 16-bit images the CPU's kernel would round the sums to 16 bits.
+        g, x = dense(g), dense(x)
     rows = _rows_of_chunk(x)
     parts = [
         torch.ops.aten.native_batch_norm_backward(*gx, *fixed)[1:]

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import yaml
 from torch import nn
 
 import distseg.cli.plan_layouts as plan_pictures
+import distseg.cli.planned_training as planned_training
 from distseg.cli.main import main
 from distseg.cli.parsing import command_parser, config_from, parse
 from distseg.cli.plan_layouts import choose_layout, notes_on, plan_layouts, text, with_best_layout
@@ -122,7 +124,7 @@ def drawn_planner(seed: int) -> tuple[Planner, int]:
     at = load_machine(draw.choice(["summit-v100", "a100", "h100"]))
     network = at.network * draw.choice([0.01, 1, 100])
     at = replace(at, base=0.0, call=draw.choice([1e-9, 1e-6, 2e-5]), network=network)
-    at = replace(at, exchange=[0.0, 1e-6, 2e-5][seed % 3])
+    at = replace(at, exchange=[0.0, 1e-6, 2e-5][seed % 3], sharing=[0.0, at.traffic / 3][seed % 2])
     model = dict(
         depth=draw.choice([1, 2]),
         num_convs=draw.choice([1, 2]),
@@ -320,6 +322,40 @@ def test_halo_exchanges_and_shared_norms_move_bytes_besides_their_messages():
     assert parts["computed again"] == pytest.approx(2 * repeated, rel=1e-6)
     alone = plan.predict(layout(samples=2, m=1)).parts
     assert alone["halo messages"] == alone["statistics of norms"] == 0
+    slower = plan.on(replace(at, sharing=1e6 / 4), plan.work.costs)
+    four = slower.predict(layout(tiles="1x2", exchange="1", m=2)).parts
+    assert four["halo messages"] == pytest.approx(
+        2 * (2 * 0.5 + 4 * (forward + backward) * column * 1e-6), rel=1e-6
+    )
+    assert four["statistics of norms"] == pytest.approx(
+        2 * (2 * 0.5 + 4 * (forward_again + backward_again) * column * 1e-6), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "more, expected",
+    [
+        # An exchange and a norm move 2.5 bytes for each byte of a tile, and 4.5 of its halo, one way.
+        (lambda size, halo: 2e-3 + (2.5 * size + 4.5 * halo) / 1e9, (1e-3, 1e9)),
+        (lambda size, halo: 2e-3, (1e-3, 2e10)),  # as fast as a copy can be
+        (lambda size, halo: 0.0, (1e-7, 2e10)),
+    ],
+)
+def test_two_sizes_of_tiles_give_the_time_of_an_exchange_and_of_its_bytes(
+    monkeypatch, more, expected
+):
+    at = machine(**FREE, traffic=2e10)
+
+    def found(world, device, side):
+        line = 4 * planned_training._CHANNELS * side
+        messages = at.message(2, line) + at.sum(2, 24 * planned_training._CHANNELS)
+        return more(line * side, line) + messages
+
+    monkeypatch.setattr(planned_training, "_seconds_of_sharing", found)
+    measured = planned_training.with_sharing(at, SimpleNamespace(size=2), torch.device("cpu"))
+    exchange, sharing = expected
+    assert measured.exchange == pytest.approx(exchange, rel=0.05)
+    assert measured.sharing == pytest.approx(sharing, rel=1e-6)
 
 
 def test_tiles_at_the_border_of_an_image_copy_parts_of_tensors():
@@ -566,6 +602,7 @@ def test_a_profile_may_leave_the_last_numbers_out(tmp_path):
     found = load_machine(str(tmp_path / "p.yaml"))
     assert found.spread == 1 and found.kinds["spread"] == "guess"
     assert found.exchange == 0 and found.kinds["exchange"] == "guess"
+    assert found.sharing == 0 and found.sharing_rate == found.traffic
     assert found.forward == 1
 
 

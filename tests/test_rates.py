@@ -162,6 +162,7 @@ def filled():
         load_machine("a100"),
         spread=1.5,
         exchange=2e-4,
+        sharing=1e11,
         forward=1.25,
         rates=Rates(tuple(TABLE)),
         timings=timings,
@@ -178,8 +179,8 @@ def test_a_profile_keeps_its_numbers_and_tables(tmp_path):
     "change, message",
     [
         (
-            lambda p: p.update(version=4),
-            "has the version 4, but this distseg reads versions up to 3",
+            lambda p: p.update(version=5),
+            "has the version 5, but this distseg reads versions up to 4",
         ),
         (lambda p: p["latency"].update(table=[]), "latency must have the fields value, unit"),
         (
@@ -287,4 +288,5 @@ def test_ranks_measure_their_messages(few, comm):
     }
     assert found.kinds["link"] == "measured" and found.ranks == comm.size
     assert found.sum(comm.size, 8) > 0 and "exchange" in text(found)
+    assert found.exchange > 0 and 0 < found.sharing <= found.traffic
     assert len(set(comm.allgather(found.rates))) == 1

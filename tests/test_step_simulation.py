@@ -12,7 +12,7 @@ from distseg.planning.mesh_search import Planner
 from distseg.planning.step_simulation import Noise, simulate_step
 from distseg.planning.step_tasks import HALOS, READING, SUM, Tiles, step_tasks
 
-ONE_NODE = dict(ranks=1000, call=1e-6, exchange=2e-6, traffic=1e9)
+ONE_NODE = dict(ranks=1000, call=1e-6, exchange=2e-6, traffic=1e9, sharing=5e8)
 modelled = cache(planner)  # takes a second for each network
 
 

@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from distseg.cli.planned_training import EXCHANGE, exchange_time, memory_of_a_rank
+from distseg.cli.planned_training import EXCHANGE, LATENCY, LINK, memory_of_a_rank, with_sharing
 from distseg.comm.launch import memory_in_use, release_freed_memory, set_up
 from distseg.config.settings import RunConfig
 from distseg.planning import calibration
@@ -15,7 +15,6 @@ from distseg.planning.rates import ARITHMETIC
 from distseg.report.tables import table
 from distseg.runtime.precision import fast_bf16
 
-_LATENCY, _LINK = 2e-5, 2e9  # used if a single rank measures
 _FOR_OPERATIONS = 0.7  # share of the time in which operations are measured
 
 
@@ -36,9 +35,8 @@ def calibrate(run: RunConfig, world, seconds: float) -> Machine:
         world, device, precisions, _FOR_OPERATIONS * seconds
     )
     timings = calibration.message_timings(world)
-    latency, link = calibration.latency_and_link(timings) if timings else (_LATENCY, _LINK)
+    latency, link = calibration.latency_and_link(timings) if timings else (LATENCY, LINK)
     call = max(world.allgather(calibration.call_seconds(device)))
-    exchange = exchange_time(world, device, latency) if timings else EXCHANGE
     gc.collect()
     release_freed_memory()
     memory, ranks = memory_of_a_rank(world, device)
@@ -47,16 +45,16 @@ def calibrate(run: RunConfig, world, seconds: float) -> Machine:
         source += f"; {left_out} left out for lack of time"
     known = "measured" if timings else "guess"
     kinds = dict.fromkeys(("arithmetic", "traffic", "call", "memory", "base"), "measured")
-    kinds |= dict.fromkeys(("latency", "link", "exchange"), known)
+    kinds |= dict.fromkeys(("latency", "link", "exchange", "sharing"), known)
     kinds |= dict.fromkeys(("network", "ranks", "spread"), "guess")
     sources = dict.fromkeys(("arithmetic", "traffic", "call", "base"), source)
     sources |= dict.fromkeys(
-        ("latency", "link", "exchange"),
+        ("latency", "link", "exchange", "sharing"),
         f"messages between {world.size} ranks" if timings else "one rank",
     )
     sources |= {"network": "as link", "memory": "of the machine", "ranks": "of this run"}
     sources["spread"] = "distseg plan --machine here measures it for a network"
-    return Machine(
+    machine = Machine(
         torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU",
         calibration.typical(rates, "arithmetic", precisions[-1]),
         calibration.typical(rates, "traffic", precisions[-1]),
@@ -67,13 +65,14 @@ def calibrate(run: RunConfig, world, seconds: float) -> Machine:
         memory,
         float(max(world.allgather(memory_in_use(device)))),
         ranks,
-        exchange=exchange,
+        exchange=EXCHANGE,
         precision=precisions[-1],
         rates=rates,
         timings=timings,
         kinds=kinds,
         sources=sources,
     )
+    return with_sharing(machine, world, device) if timings else machine
 
 
 def text(machine: Machine) -> str:

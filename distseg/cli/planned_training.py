@@ -6,7 +6,7 @@ import copy
 import gc
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +16,6 @@ from torch import nn
 
 from distseg.cli.profile import own_seconds, watch
 from distseg.comm.alone import Alone
-from distseg.comm.collective import add
 from distseg.comm.launch import memory_in_use, peak_memory, release_freed_memory, set_up
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import (
@@ -37,13 +36,15 @@ from distseg.layers.norm import active_norms, kind_of
 from distseg.models.bands import channels_of, dims_of
 from distseg.models.capture.capture import as_network
 from distseg.models.network import flat_layers, of_image
+from distseg.planning.calibration import latency_and_link, message_timings
 from distseg.planning.cost import modelled
 from distseg.planning.live_tensors import NetworkTensors, tensors_of
 from distseg.planning.machine import Machine
 from distseg.planning.mesh_layout import MeshLayout, Work
 from distseg.planning.rates import PRECISIONS as RATED
 from distseg.planning.rates import Shape, rates_of
-from distseg.planning.roofline import CORE, fastest, kernel_seconds, seconds_of, this_cpu
+from distseg.planning.roofline import CORE, kernel_seconds, seconds_of, this_cpu
+from distseg.planning.shared_images import MOMENTS, exchange_bytes, norm_bytes
 from distseg.planning.stage_memory import memory_of_image
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose
@@ -58,9 +59,11 @@ _STEPS = 3  # steps that are timed, of which the fastest counts
 _ENOUGH = 32e6
 # Gaps grow a little in later steps, and small tiles have more (benchmarks/layout_memory.py).
 _MARGIN, SLACK = 1.03, 32e6
-# The network of `exchange_time` has this many convolutions with a norm; its steps are repeated.
-_PAIRS, _REPEATS = 6, 10
-EXCHANGE = 3e-4  # seconds of an exchange (Machine.exchange), if a single rank measures
+# The network of `with_sharing` has this many convolutions with a norm, and this many channels. Its
+# steps on tiles with these sides are repeated.
+_PAIRS, _CHANNELS, _SIDES, _REPEATS = 6, 16, (96, 192), 6
+# Numbers of Machine that a single rank does not measure.
+EXCHANGE, LATENCY, LINK = 3e-4, 2e-5, 2e9
 SPREAD = 2.0  # bytes that a process takes for a byte of activations, if not measured
 
 
@@ -237,14 +240,14 @@ class PlannedTraining:
                 costs.calls,
             )
         )
-        latency, link, known = _messages(world)
-        exchange = exchange_time(world, device, latency) if known else EXCHANGE
+        timings = message_timings(world)
+        latency, link = latency_and_link(timings) if timings else (LATENCY, LINK)
         source = f"steps on {' and '.join(map(str, sizes))}, {world.size} ranks at the same time"
         memory, ranks = memory_of_a_rank(world, device)
         numbers = ("arithmetic", "traffic", "call", "memory", "base", "spread", "forward")
         measured = dict.fromkeys(numbers, "measured")
-        guessed = "measured" if known else "guess"
-        return Machine(
+        guessed = "measured" if timings else "guess"
+        machine = Machine(
             "this machine",
             throughput.flops_per_second / backward,
             throughput.bytes_per_second / backward,
@@ -256,20 +259,24 @@ class PlannedTraining:
             larger.base + SLACK,
             ranks,
             spread,
-            exchange,
-            forward / backward,
-            precision,
-            throughput.rates.divided(backward),
+            EXCHANGE,
+            forward=forward / backward,
+            precision=precision,
+            rates=throughput.rates.divided(backward),
+            timings=timings,
             kinds=measured
-            | dict.fromkeys(("latency", "link", "ranks", "exchange"), guessed)
+            | dict.fromkeys(("latency", "link", "ranks", "exchange", "sharing"), guessed)
             | {"network": "guess"},
             sources=dict.fromkeys((n for n in numbers if n != "memory"), source)
             | dict.fromkeys(
-                ("latency", "link"), f"sums over {world.size} ranks" if known else "none"
+                ("latency", "link"), f"messages between {world.size} ranks" if timings else "none"
             )
             | {"network": "as link", "memory": "of the machine", "ranks": "of this run"}
-            | {"exchange": f"small tiles on {world.size} ranks" if known else "none"},
+            | dict.fromkeys(
+                ("exchange", "sharing"), f"tiles on {world.size} ranks" if timings else "none"
+            ),
         )
+        return with_sharing(machine, world, device) if timings else machine
 
     def _timed(self, size: Size, world, device: torch.device) -> _TimedStep:
         """Time steps that each rank computes alone.
@@ -371,39 +378,68 @@ class PlannedTraining:
         return engine, own_pieces(engine, images)
 
 
-def exchange_time(world, device: torch.device, latency: float) -> float:
-    """Return the seconds that a rank computes for a small halo exchange or norm, one way.
+def with_sharing(machine: Machine, world, device: torch.device) -> Machine:
+    """Return a machine with what a rank computes for a halo exchange or norm if others have tiles.
 
     A small network with as many exchanges as norms computes a step on tiles that exchange halos,
     and one on images of the size of such a tile. The second step has the same convolutions, and the
     same sum of gradients. The difference is divided among the exchanges and norms of both passes.
+    Two sizes of tiles separate the time of any exchange or norm from that of its bytes. Both sizes
+    are too large for the caches, as in training: small tiles would take about half the time.
 
     Args:
+        machine: the machine without ``exchange`` and ``sharing``, which are measured.
         world: the communicator of the ranks, at least two, which all must call it together.
         device: the device of this rank.
-        latency: seconds of a message, which are not counted.
+    """
+    neighbours, found = min(2, world.size - 1), []
+    for side in _SIDES:
+        line = 4 * _CHANNELS * side
+        size, halo = side * line, neighbours * line
+        moved = sum(exchange_bytes(size, halo)) + sum(norm_bytes(size))
+        messages = machine.message(world.size, halo, neighbours) + machine.sum(
+            world.size, MOMENTS * _CHANNELS
+        )
+        found.append((moved / 2, _seconds_of_sharing(world, device, side) - messages))
+    (fewer, short), (more, long) = found
+    # A copy reads what is in no cache, too.
+    sharing = min(machine.traffic, (more - fewer) / max(1e-9, long - short))
+    return replace(machine, exchange=max(1e-7, (short - fewer / sharing) / 2), sharing=sharing)
+
+
+def _seconds_of_sharing(world, device: torch.device, side: int) -> float:
+    """Return the seconds that an exchange and a norm on tiles take more than on images, one way.
+
+    The seconds include those of the messages.
+
+    Args:
+        world: the communicator of the ranks, which all must call it together.
+        device: the device of this rank.
+        side: height and width of a tile, in pixels.
     """
     layers = [
         layer
         for _ in range(_PAIRS)
-        for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4))
+        for layer in (nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1), nn.InstanceNorm2d(_CHANNELS))
     ]
     config = Config(
-        model=ModelConfig(in_channels=4, out_channels=4),
+        model=ModelConfig(in_channels=_CHANNELS, out_channels=_CHANNELS),
         data=DataConfig(images=1),
         train=TrainConfig(precision="fp32"),
     )
     network, one = as_network(nn.Sequential(*layers)), Size((1, 1))
 
-    def seconds(samples: int, tiles: Size) -> float:
-        training = PlannedTraining(config, network, Size((8 * tiles[0], 8)))
+    def step(samples: int, tiles: Size) -> Callable[[], object]:
+        training = PlannedTraining(config, network, Size((side * tiles[0], side)))
         layout = MeshLayout(samples, tiles, 1, "1", 1, "auto", "never")
         engine, own = training.step(layout, world, device)
-        return max(world.allgather(fastest(partial(engine.backward, own), _REPEATS, device)))
+        return partial(engine.backward, own)
 
-    more = seconds(1, Size((world.size, 1))) - seconds(world.size, one)
-    messages = 2 * math.ceil(math.log2(world.size)) + min(2, world.size - 1)
-    return max(1e-7, (more / _PAIRS / 2 - messages * latency) / 2)
+    steps = step(1, Size((world.size, 1))), step(world.size, one)
+    # The steps take turns, so that both are as fast or as slow as the machine is at the moment.
+    turns = [[seconds_of(each, device) for each in steps] for _ in range(_REPEATS + 1)]
+    tiles, images = (max(world.allgather(min(each))) for each in zip(*turns[1:]))
+    return (tiles - images) / _PAIRS / 2
 
 
 def memory_of_a_rank(world, device: torch.device) -> tuple[float, int]:
@@ -420,18 +456,3 @@ def memory_of_a_rank(world, device: torch.device) -> tuple[float, int]:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory), ranks
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks, ranks
-
-
-def _messages(world) -> tuple[float, float, bool]:
-    """Return (latency of messages in seconds, bytes per second, True if both are measured).
-
-    With one rank both numbers are guessed, and the third value is False.
-    """
-    if world.size == 1:
-        return 2e-5, 2e9, False
-    rounds = math.ceil(math.log2(world.size))
-    tiny, many = torch.ones(8), torch.ones(2**20)
-    short = fastest(lambda: [add(tiny, world) for _ in range(100)], 3) / 100
-    long = fastest(lambda: add(many, world), 3)
-    size = 2 * (world.size - 1) / world.size * many.numel() * 8
-    return short / (2 * rounds), size / max(1e-9, long - short), True

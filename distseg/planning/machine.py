@@ -50,6 +50,8 @@ class Machine:
             because kernels need scratch memory and freed blocks leave gaps.
         exchange: seconds that a rank computes for a halo exchange or for the shared statistics of a
             norm, forward or backward, however small the tensors. They are besides the messages.
+        sharing: bytes/s that halo exchanges and shared statistics read and write, below ``traffic``
+            because they read feature maps that are in no cache; 0 for ``traffic``.
         forward: factor by which forward passes take longer than ``arithmetic`` and ``traffic`` say.
             It depends on the network: poolings, for instance, are slow forward only.
         precision: the number type of ``arithmetic``, and of training with ``train.precision`` auto.
@@ -72,6 +74,7 @@ class Machine:
     ranks: int
     spread: float = 1.0
     exchange: float = 0.0
+    sharing: float = 0.0
     forward: float = 1.0
     precision: str = "fp32"
     rates: Rates = Rates()
@@ -83,6 +86,11 @@ class Machine:
     def device(self) -> Device:
         """Throughput of one rank's device."""
         return Device(self.name, self.arithmetic, self.traffic, self.rates, self.forward)
+
+    @property
+    def sharing_rate(self) -> float:
+        """Bytes/s of halo exchanges and shared statistics."""
+        return self.sharing or self.traffic
 
     @cached_property
     def _curves(self) -> dict[tuple[str, int], Curve]:
@@ -135,7 +143,7 @@ class Machine:
 
 
 _WORDS = ("name", "precision", "rates", "timings", "kinds", "sources")
-VERSION = 3  # 2 had no rates of poolings and of other changes of size
+VERSION = 4  # 3 had no `sharing`; 2 had no rates of poolings and of other changes of size
 # The kinds of rows that the table of a number may have.
 _TABLES = {"arithmetic": ARITHMETIC, "traffic": TRAFFIC, "link": TIMINGS}
 NUMBERS = tuple(f.name for f in fields(Machine) if f.name not in _WORDS)
@@ -151,10 +159,11 @@ _UNITS = {
     "ranks": "ranks a node",
     "spread": "B/B",
     "exchange": "s",
+    "sharing": "B/s",
     "forward": "s/s",
 }
 # Numbers that a profile may leave out; they then have the default of Machine.
-_OPTIONAL = ("spread", "exchange", "forward")
+_OPTIONAL = ("spread", "exchange", "sharing", "forward")
 
 
 def profile_names() -> list[str]:

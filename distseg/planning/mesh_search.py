@@ -34,16 +34,13 @@ from distseg.planning.mesh_layout import EXCHANGES, MeshLayout, Prediction, Work
 from distseg.planning.pass_times import Modelled, StagePasses
 from distseg.planning.pipeline_bounds import PipelineTimes
 from distseg.planning.rank_memory import RankMemory
-from distseg.planning.shared_images import exchange_seconds, norm_seconds
+from distseg.planning.shared_images import MOMENTS, exchange_seconds, norm_seconds
 from distseg.planning.stages import stage_seconds
 from distseg.planning.tile_grids import TileGrids, TileWork
 from distseg.runtime.partition import Partition
 from distseg.runtime.schedule import orders, splits
 from distseg.runtime.simulator import Simulation
 from distseg.runtime.spans import Span
-
-# Bytes of the moments (count, mean, sum of squares) of one channel in float64.
-_MOMENTS = 3 * 8
 
 
 @dataclass(frozen=True)
@@ -700,7 +697,7 @@ class Planner:
         ranks = layout.tiles.volume * (layout.samples if self.work.step_norms else 1)
         if ranks == 1 or not self.work.norms:
             return 0.0
-        return self.machine.sum(ranks, _MOMENTS * 64)
+        return self.machine.sum(ranks, MOMENTS * 64)
 
 
 _LESS = 0.8  # share of a layout's memory that is the next limit of Planner.front

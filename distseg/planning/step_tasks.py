@@ -25,7 +25,7 @@ from distseg.config.sizes import Size
 from distseg.planning.cluster import Cluster
 from distseg.planning.cost import DTYPES
 from distseg.planning.mesh_layout import MeshLayout, Work
-from distseg.planning.shared_images import exchange_seconds, norm_seconds
+from distseg.planning.shared_images import MOMENTS, exchange_seconds, norm_seconds
 from distseg.planning.shared_links import Task
 from distseg.planning.tile_grids import TileGrids
 from distseg.runtime.actions import Action, Backward, Forward, Weight
@@ -45,7 +45,7 @@ COMPUTING, HALOS, NORMS, STAGES, SUM, UPDATE, READING = (
     "reading",
 )
 # Bytes of the statistics of a norm: the moments of 64 channels in float64.
-_STATISTICS = 3 * 8 * 64
+_STATISTICS = MOMENTS * 64
 # At most about this many ranks are simulated; all others are copies of them.
 _SIMULATED = 1024
 

@@ -173,7 +173,7 @@ def distribute(
     norm_scope: Literal["group", "step"] = "group",
     messages: Literal["transport", "nccl"] = "transport",
     inputs: Sequence[int] | None = None,
-    outputs: Sequence[str] | None = None,
+    outputs: Sequence[str | int] | None = None,
     pad: int | None = None,
     in_channels: int | None = None,
     seed: int = 0,
@@ -304,7 +304,8 @@ def distribute(
     channels_by_name = None
     if names:
         each = measured.channels if measured else [channels] * len(names)
-        channels_by_name = dict(zip(names, each, strict=True))
+        assert outputs is not None
+        channels_by_name = dict(zip(outputs, each, strict=True))
     return DistributedModel(
         network,
         engine,
@@ -327,7 +328,7 @@ def _names_of_outputs(outputs: Sequence[str | int] | None) -> list[str] | None:
     """
     if outputs is None:
         return None
-    names = [] if isinstance(outputs, str) else [str(name) for name in outputs]
+    names = [str(name) for name in outputs] if isinstance(outputs, (list, tuple)) else []
     if not names or len(set(names)) < len(names):
         raise ValueError(
             f"outputs is {outputs!r}: give a list that has the name or number of each output once, "

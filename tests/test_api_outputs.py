@@ -221,6 +221,145 @@ def test_targets_that_fit_no_output_are_named():
         model.predict(x, [2])
 
 
+def test_results_have_the_keys_that_were_given():
+    """Numbers and names may be mixed; a key of the result is what the user wrote, not its text."""
+    module, x = Doubled().double(), batch()[0]
+    wanted = module(x)
+    model = distseg.distribute(module, distseg.init_mesh(), outputs=[2, 0])
+    found = model.predict(x, [0, 2])
+    assert list(found) == [0, 2]
+    torch.testing.assert_close(found[0], wanted[0].detach(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(found[2], wanted[2].detach(), rtol=1e-11, atol=1e-12)
+    assert list(model.predict(x, ("0",))) == ["0"]
+    assert list(model(model.shard(x))) == [2, 0]
+    numbered = distseg.distribute(Numbered().double(), outputs=[7, 3])
+    assert list(numbered.predict(x, [3])) == [3]
+
+
+class Numbered(Doubled):
+    """A dict whose keys are numbers."""
+
+    def forward(self, x):
+        return {3: self.heads[0](x), 7: self.heads[1](x)}
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ([5], "asked for the output 5, but .* is 0, 2"),
+        (["edge"], "asked for the output edge, but .* is 0, 2"),
+        (0, "outputs is 0: give a list"),
+        ((), r"outputs is \(\): give a list"),
+        ([], r"outputs is \[\]: give a list"),
+        ("0", "outputs is '0': give a list"),
+        ([0, "0"], "outputs is .0, '0'., which names 0 twice"),
+    ],
+)
+def test_outputs_that_predict_cannot_return_are_named(asked, message):
+    model = distseg.distribute(Doubled(), outputs=[0, 2])
+    with pytest.raises(ValueError, match=message):
+        model.predict(batch()[0].float(), asked)
+
+
+def test_an_output_that_is_named_twice_is_refused():
+    model, (x, y) = distseg.distribute(Doubled(), outputs=[0, 2]), batch()
+    mean = distseg.PixelLoss(lambda z, t: z - t)
+    twice = {0: y["edge"], "0": y["edge"], 2: y["flow"]}
+    with pytest.raises(ValueError, match="the target has 0 twice, as number and as text"):
+        model.backward(x.float(), twice, mean)
+    with pytest.raises(ValueError, match="the criterion has 0 twice, as number and as text"):
+        model.backward(x.float(), y["edge"], dict.fromkeys([0, "0", 2], mean))
+    with pytest.raises(ValueError, match="outputs is 0: give a list"):
+        distseg.distribute(Doubled(), outputs=0)
+
+
+EAGER = {1: [{}], 2: [dict(tiles=(1, 2)), dict(samples=2)], 4: [dict(samples=2, tiles=(2, 1))]}
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("form", ["each", "one call"])
+def test_outputs_of_the_eager_form(comm, number, form):
+    """The form is a dict of outputs: a criterion takes one of them, or all with all targets."""
+    if number >= len(EAGER[comm.size]):
+        pytest.skip("fewer meshes of this many ranks")
+    mesh = distseg.init_mesh(**{"samples": 1, **EAGER[comm.size][number]}, comm=comm)
+    module, (x, y) = tasks(), batch(mesh.shape.samples)
+    made = module(x)
+    wanted = plain_loss(made, y) if form != "one call" else squares(made, y)
+    wanted.backward()
+    mine = slice(2 * mesh.sample, 2 * mesh.sample + 2)
+    targets = {name: t[mine] for name, t in y.items()}
+    model = distseg.distribute(tasks(), mesh, outputs=NAMES)
+    for _ in range(2):  # what the first step finds out must hold in the second
+        out = model(model.shard(x[mine]))
+        assert [(name, z.shape[1]) for name, z in out.items()] == list(zip(NAMES, CHANNELS))
+        if form == "one call":
+            targets["classes"] = targets["classes"].double()
+            loss = distseg.PixelLoss(square)(out, model.shard(targets))
+        else:
+            shards = {n: model.shard(targets[n]) for n in NAMES}
+            shards["edge"] = model.shard(targets)  # the criterion takes the target of its output
+            criterion = {**CRITERION, "classes": distseg.PixelLoss(CRITERION["classes"])}
+            loss = sum(criterion[name](out[name], shards[name]) for name in NAMES)
+        for p in model.parameters():
+            p.grad = None
+        loss.backward()
+        assert max(errors(model, loss.detach(), module, wanted)) < 1e-12
+
+
+def square(z, t):
+    return ((z - (t if t.dim() == z.dim() else t[:, None])) ** 2).mean(1)
+
+
+def squares(made, y):
+    """Return the sum of the means of :func:`square` in plain PyTorch; NaN is no target."""
+    size, total = y["classes"].shape[1:], 0.0
+    for name in NAMES:
+        z = F.interpolate(made[name], size=size, mode="bilinear", align_corners=False)
+        each = square(z, y[name].double())
+        total = total + each[~each.isnan()].mean()
+    return total
+
+
+@pytest.mark.parallel([1, 2])
+def test_an_output_without_a_loss_gives_its_weights_no_gradient(comm):
+    """Its weights keep None, as in plain PyTorch, so that weight decay leaves them alone."""
+    module, (x, y) = tasks(), batch()
+    ends = module(x)
+    F.cross_entropy(ends["classes"], y["classes"].long(), ignore_index=255).backward()
+    mesh = distseg.init_mesh(samples=1, tiles=(1, comm.size), comm=comm)
+    model = distseg.distribute(tasks(), mesh, outputs=NAMES)
+    criterion, flow = distseg.PixelLoss(CRITERION["classes"]), CRITERION["flow"]
+    for _ in range(2):
+        out = model(model.shard(x))
+        loss = criterion(out["classes"], model.shard(y["classes"]))
+        flow(out["flow"], model.shard(y["flow"]))  # only looked at
+        for p in model.parameters():
+            p.grad = None
+        loss.backward()
+        wanted = {n: p.grad for n, p in module.named_parameters()}
+        for name, p in model.named_parameters():
+            assert (p.grad is None) == (wanted[name] is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, wanted[name], rtol=1e-11, atol=1e-14)
+    out = model(model.shard(x))
+    with pytest.raises(ValueError, match="has terms of the model's output"):
+        (flow(out["flow"], model.shard(y["flow"])) + out["edge"].mean()).backward()
+
+
+def test_wrong_uses_of_outputs_of_the_eager_form_are_named():
+    module, (x, y) = tasks(), batch()
+    model = distseg.distribute(module, outputs=NAMES)
+    out, flow = model(model.shard(x)), CRITERION["flow"]
+    with pytest.raises(ValueError, match="unchanged output of the last"):
+        flow({"flow": out["flow"]}, model.shard(y))
+    with pytest.raises(ValueError, match="keys edge, .* lack flow"):
+        flow(out["flow"], model.shard({"edge": y["edge"]}))
+    with pytest.raises(ValueError, match="is a dict of classes, edge, flow"):
+        flow(torch.cat([*out.values()], 1), model.shard(y))
+
+
 class Mixed(Doubled):
     """A map and a vector."""
 

@@ -366,7 +366,7 @@ def criterion_of(
     """
     if isinstance(given, Mapping):
         names = outputs or {}
-        given = {str(name): one for name, one in given.items()}  # 0 and "0" name the first output
+        given = named_by_text(given, "the criterion")
         if set(given) != set(names):
             raise ValueError(
                 f"the criterion has the keys {', '.join(given)}, but the argument "
@@ -397,6 +397,26 @@ def criterion_of(
     # A check stores what it finds, such as the number of values at each pixel. Models and outputs
     # that share a criterion would change it for each other. The classes of users are not copied.
     return copy.copy(given) if isinstance(given, (PixelLoss, SumLoss)) else given
+
+
+def named_by_text(given: Mapping, what: str) -> dict:
+    """Return a dict of the user with its keys as text, because 0 and "0" name the same output.
+
+    Args:
+        given: one object for each output, by the name or the number of the output.
+        what: words for the user's argument in error messages.
+
+    Raises:
+        ValueError: two keys name the same output.
+    """
+    named = {str(name): one for name, one in given.items()}
+    if len(named) < len(given):
+        texts = [str(name) for name in given]
+        twice = next(text for text in texts if texts.count(text) > 1)
+        raise ValueError(
+            f"{what} has {twice} twice, as number and as text: give each output one entry"
+        )
+    return named
 
 
 def _without_mean(loss: nn.Module) -> nn.Module:

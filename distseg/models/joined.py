@@ -218,6 +218,7 @@ def _picked(made: Any, name: str, x: Tensor) -> Tensor:
         made = made.unbind(1)
     found, there = None, []
     if isinstance(made, Mapping):
+        made = {str(key): one for key, one in made.items()}
         there = list(made)
     elif isinstance(made, (tuple, list)):
         there = [str(n) for n in range(len(made))]

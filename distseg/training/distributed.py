@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import accumulate
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -25,9 +25,10 @@ from distseg.data.sampler import Rows
 from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.layers.criterion import Criterion, OfOutputs, Outputs, sum_tensors
-from distseg.layers.own_loss import criterion_of, mark_of
+from distseg.layers.own_loss import criterion_of, mark_of, named_by_text
 from distseg.layers.packed_targets import TargetForm, pack
 from distseg.models.network import check_calls, check_size, user_name, user_names
+from distseg.models.output_layers import parameters_of_outputs
 from distseg.tiling.tile import Box, TilePlacement, check_grid, owned_tiles
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images, on_tile
 from distseg.training.engine import Engine
@@ -36,6 +37,7 @@ from distseg.training.partial_gradients import refuse_partial_gradients
 
 T = TypeVar("T")
 P = ParamSpec("P")
+Key = str | int  # name or number of an output, as the user gave it
 _MOST_CRITERIA = 16  # criteria that are kept, for loops that make a new one in each step
 
 
@@ -88,6 +90,26 @@ def _few_pixels(arrays: Arrays | Stacked, number: int) -> list[bytes]:
     return [arrays.read([number], box).float().cpu().numpy().tobytes() for box in boxes]
 
 
+class _Forward(NamedTuple):
+    """A forward pass of the eager form.
+
+    Attributes:
+        place: the position of this rank's tile in the images.
+        rows: the indices, in the step, of this sample group's images.
+        images: the images that the user gave.
+        given: what the user got, one tensor or a dict of ``tensors`` by the keys of the outputs.
+        tensors: the logits of each output. A network with one output has it under None.
+        seen: for each output, the gradients that criteria have sent back to it.
+    """
+
+    place: TilePlacement
+    rows: Rows
+    images: Arrays | Stacked
+    given: Tensor | dict[Key, Tensor]
+    tensors: dict[str | None, Tensor]
+    seen: dict[str | None, list[Tensor]]
+
+
 class _Unsummed(NamedTuple):
     """Gradient of a parameter after a backward pass in a ``no_sync`` block.
 
@@ -129,8 +151,8 @@ class DistributedModel(nn.Module):
         engine: the steps of the network on the mesh.
         bands: number of bands of an image.
         returned: description of the output of the whole network, such as its channels.
-        outputs: number of channels of each output that is trained, by its name, if the module
-            returns several.
+        outputs: number of channels of each output that is trained, by its name or number as the
+            user gave it, if the module returns several.
         inputs: number of bands of each input, if the module takes several.
         order: names of the tensors of the user's module, in the order of its state dict.
         joins_images: True if the images of a batch influence each other even in evaluation mode.
@@ -145,7 +167,7 @@ class DistributedModel(nn.Module):
         engine: Engine,
         bands: int,
         returned: Outputs,
-        outputs: Mapping[str, int] | None = None,
+        outputs: Mapping[Key, int] | None = None,
         inputs: Sequence[int] | None = None,
         order: Sequence[str] = (),
         joins_images: bool = False,
@@ -167,7 +189,12 @@ class DistributedModel(nn.Module):
 
         The masks of dropout depend on it too.
         """
-        self._inputs, self._named_outputs = inputs, outputs
+        self._inputs = inputs
+        self._keys: dict[str, Key] = {str(key): key for key in outputs or ()}
+        """The name or number of each output as the user gave it, by its text."""
+        self._named_outputs: dict[str, int] | None = None
+        if outputs:
+            self._named_outputs = {str(key): n for key, n in outputs.items()}
         self._evaluates_all = evaluates_all
         self._bands, self._outputs, self._dims = bands, returned, returned.dims
         self._trained = set(engine.parameters)
@@ -181,7 +208,8 @@ class DistributedModel(nn.Module):
         self._syncs = True
         self._local: dict[int, _Unsummed] = {}  # by parameter
         self._in_backward = False
-        self._eager: tuple | None = None  # placement, rows and images of the last forward pass
+        self._eager: _Forward | None = None  # the last forward pass
+        self._reached: set[str] | None = None  # outputs that a backward pass of the eager form used
         self._predictor: Predictor | None = None
         self._hooks, self._joins_images = _hooks_of(network), joins_images
         self._changes = changes
@@ -559,7 +587,7 @@ class DistributedModel(nn.Module):
 
     def _targets_of_outputs(self, given: Mapping, images: Arrays | Stacked) -> OutputTargets:
         """Return the targets of all outputs, which the user gave by the names of the outputs."""
-        named = {str(name): one for name, one in given.items()}
+        named = named_by_text(given, "the target")
         names = self._named_outputs or {}
         if set(named) != set(names):
             raise ValueError(
@@ -577,7 +605,9 @@ class DistributedModel(nn.Module):
             )
         return OutputTargets(parts, forms)
 
-    def _criterion(self, given, targets: Arrays | Tensor | OutputTargets) -> _Given:
+    def _criterion(
+        self, given, targets: Arrays | Tensor | OutputTargets, output: str | None = None
+    ) -> _Given:
         """Return the criterion that the user's argument stands for.
 
         It is checked at its first use, and again when targets have another dtype or other channels.
@@ -586,25 +616,35 @@ class DistributedModel(nn.Module):
             given: the user's argument ``criterion`` of :meth:`backward`.
             targets: the targets of the step. The check computes the criterion on a part of the
                 targets.
+            output: the only output that the criterion gets; None for all outputs.
         """
-        key = given if isinstance(given, str) else id(given)
+        key = given if isinstance(given, str) else id(given), output
         form = _form_of(targets)
         known, mark = self._criteria.get(key), mark_of(given)
         if known is not None and known.mark != mark:  # the user has changed a setting of the loss
             self._forget_criterion(key)
             known = None
         if known is None:
-            made = criterion_of(given, self._outputs.channels, self._named_outputs)
+            named = self._named_outputs if output is None else None
+            made = criterion_of(given, self._channels_of(output), named)
             known = _Given(given, made, mark, form)
         elif known.form == form:
             return known
         if isinstance(known.criterion, OfOutputs):
             known.criterion.forms = form if isinstance(targets, OutputTargets) else None
-        known.criterion.check(self._outputs, self._example(targets))
+        returned = self._outputs._replace(channels=self._channels_of(output))
+        known.criterion.check(returned, self._example(targets))
         self._criteria[key] = known = known._replace(form=form)
         if len(self._criteria) > _MOST_CRITERIA:
             self._forget_criterion(next(iter(self._criteria)))
         return known
+
+    def _channels_of(self, output: str | None) -> int:
+        """Return the number of channels of an output; None stands for the first one."""
+        if output is None:
+            return self._outputs.channels
+        assert self._named_outputs is not None
+        return self._named_outputs[output]
 
     def _forget_criterion(self, key: object) -> None:
         """Remove a criterion of earlier steps.
@@ -822,7 +862,7 @@ class DistributedModel(nn.Module):
             elif p.grad is not None:
                 self._carried[number] = p.grad.clone()
         self._late = {self.engine.parameters[number]: one.part for number, one in late.items()}
-        self._probes = self._used not in self._unused
+        self._probes = self._used not in self._unused or self._reached is not None
         gradients.detach() if self._probes else gradients.zero()
         self.engine.sums.begin(self._complete, early=self._syncs and not self._probes)
 
@@ -887,8 +927,10 @@ class DistributedModel(nn.Module):
             eager: True if the user has run the backward pass, and may have run it wrongly.
         """
         engine, parameters = self.engine, self.engine.parameters
+        assert self._used is not None
+        unused = self._unused.get(self._used, [])
         if self._probes:
-            without = {n for n, p in enumerate(parameters) if p.grad is None}
+            without = {n for n, p in enumerate(parameters) if p.grad is None} | self._without_loss()
             of_all = self.mesh.replicas.allgather(without)
             if eager and parameters and all(len(of) == len(parameters) for of in of_all):
                 raise JointFailure(
@@ -896,7 +938,9 @@ class DistributedModel(nn.Module):
                     "loss.backward() without inputs=..., and not torch.autograd.grad, which would "
                     "return only this rank's part of the gradient"
                 )
-            self._unused[self._used] = sorted(set.intersection(*map(set, of_all)))
+            unused = sorted(set.intersection(*map(set, of_all)))
+            if self._reached is None:
+                self._unused[self._used] = unused
             engine.gradients.take_in()
         engine.gradients.finish()
         if self._syncs:
@@ -913,7 +957,7 @@ class DistributedModel(nn.Module):
             # A GradScaler skips a step whose gradients are not finite. All stages must skip it.
             for p in parameters:
                 _grad(p).fill_(torch.nan)
-        for number in self._unused[self._used]:
+        for number in unused:
             if number not in self._carried and parameters[number] not in self._late:
                 parameters[number].grad = None
                 parts.pop(number, None)
@@ -922,7 +966,24 @@ class DistributedModel(nn.Module):
             for number, part in parts.items()
             if (gradient := parameters[number].grad) is not None
         }
-        self._carried, self._late = {}, {}
+        self._carried, self._late, self._reached = {}, {}, None
+
+    def _without_loss(self) -> set[int]:
+        """Return the indices of parameters of those outputs that had no loss in the eager form.
+
+        Their gradient is 0, because the outputs are parts of one tensor. In PyTorch it is None.
+        """
+        names = list(self._named_outputs or ())
+        if self._reached is None or self._reached == set(names):
+            return set()
+        if (of_outputs := parameters_of_outputs(self.network, len(names))) is None:
+            return set()
+        used = set().union(*(of for n, of in zip(names, of_outputs) if n in self._reached))
+        return {
+            number
+            for number, p in enumerate(self.engine.parameters)
+            if p not in used and (p.grad is None or not p.grad.count_nonzero())
+        }
 
     def _all_finite(self) -> bool:
         """Return True if the gradients of all stages are finite numbers.
@@ -944,10 +1005,13 @@ class DistributedModel(nn.Module):
         return Shard(self, array)
 
     @_joint_call
-    def forward(self, shard: Shard) -> Tensor:
+    def forward(self, shard: Shard) -> Tensor | dict[Key, Tensor]:
         """Return the logits of this rank's tile with their autograd graph, (B, C', *tile.size).
 
-        C' is the number of outputs of the network for each pixel.
+        C' is the number of channels of the network's output. If ``outputs`` was given to
+        :func:`distseg.distribute`, the result is a dict from its names or numbers to the logits of
+        each output. A criterion takes the logits of one output with their target, or the whole dict
+        with the targets of all outputs.
 
         All ranks must call it together. A criterion takes the logits and returns the loss of all
         tiles. The loss's ``backward()`` ends with the sum of the gradients over the replicas::
@@ -993,48 +1057,119 @@ class DistributedModel(nn.Module):
         with self.engine.autocast():
             (output,) = self.engine.model([batch.pixels], [batch.place])
         output = on_tile(output, batch.place)
-        seen: list[Tensor] = []
-        if output.requires_grad:
-            output.register_hook(lambda gradient: _check_only_use(gradient, seen))
-        self._eager, self._in_backward = (batch.place, rows, images, output, seen), False
-        return output
+        tensors = self._split(output)
+        seen: dict[str | None, list[Tensor]] = {name: [] for name in tensors}
+        for name, logits in tensors.items():
+            if logits.requires_grad:
+                logits.register_hook(partial(_check_only_use, seen=seen[name]))
+        given: Tensor | dict[Key, Tensor] = output
+        if self._named_outputs:
+            given = {self._keys[name]: z for name, z in tensors.items() if name is not None}
+        self._eager = _Forward(batch.place, rows, images, given, tensors, seen)
+        self._in_backward = False
+        return given
 
-    def loss(self, output: Tensor, target: Shard, criterion: Criterion) -> Tensor:
+    def _split(self, output: Tensor) -> dict[str | None, Tensor]:
+        """Return the logits of each output by its name; by None if the module returns one output.
+
+        In evaluation mode some networks return the first output only.
+
+        Args:
+            output: the network's result, (B, C', *size), which has all outputs along its channels.
+        """
+        if not self._named_outputs:
+            return {None: output}
+        each = list(self._named_outputs.values())
+        if output.shape[1] != sum(each):
+            each = each[:1]
+        names: list[str | None] = [*self._named_outputs]
+        return dict(zip(names, output.split(each, 1)))
+
+    def loss(
+        self, output: Tensor | dict[Key, Tensor], target: Shard, criterion: Criterion
+    ) -> Tensor:
         """Return the loss of the step, computed from the outputs of all ranks.
 
         A call ``criterion(output, shard)`` calls this method. All ranks must call it together.
 
         Args:
-            output: the output of :meth:`forward` on this rank.
-            target: this rank's part of the targets of the same images.
+            output: the result of :meth:`forward` on this rank, or one output of it.
+            target: this rank's part of the targets of the same images. If ``output`` is one of
+                several, its target, or a dict that has its target by its name.
             criterion: the loss.
         """
-        if self._eager is None or output is not self._eager[3]:
-            raise ValueError(
-                "a criterion must get the unchanged output of the last model(shard): do any "
-                "computation with the output inside the criterion's function"
+        last = self._eager
+        if last is not None and output is last.given:
+            return self._loss(None, target, criterion)
+        for name, logits in {} if last is None else last.tensors.items():
+            if output is logits:
+                return self._loss(name, target, criterion)
+        several = ""
+        if self._keys:
+            several = (
+                f". The output is a dict of {', '.join(self._keys)}: give it or one of its tensors"
             )
-        return self._loss(output, target, criterion)
+        raise ValueError(
+            "a criterion must get the unchanged output of the last model(shard): do any "
+            f"computation with the output inside the criterion's function{several}"
+        )
 
     @_joint_call
-    def _loss(self, output: Tensor, target: Shard, criterion: Criterion) -> Tensor:
-        """Return the loss of the step; the arguments are those of :meth:`loss`."""
+    def _loss(self, output: str | None, target: Shard, criterion: Criterion) -> Tensor:
+        """Return the loss of the step.
+
+        Args:
+            output: the name of the output that the criterion gets; None for all outputs.
+            target, criterion: as for :meth:`loss`.
+        """
         assert self._eager is not None
-        place, rows, images, _, seen = self._eager
+        place, rows, images, _, tensors, seen = self._eager
         with raise_jointly(self.mesh.world):
-            targets = self._targets(target.given, images)
-            known = self._criterion(criterion, targets)
+            targets = self._targets(self._target_of(output, target.given), images)
+            known = self._criterion(criterion, targets, output)
             chosen = known.criterion
             labels = self._labels(targets, list(range(len(images))), chosen, place.tile)
             chosen.check_values(labels)
-        self._check_marks(self.mesh.world.allgather(known.mark))
+            names = list(self._named_outputs or (None,)) if output is None else [output]
+            if lacking := [name for name in names if name not in tensors]:
+                raise ValueError(
+                    f"in evaluation mode the network returns {next(iter(tensors))} only, but the "
+                    f"criterion needs {lacking[0]} too: give it the output of one name"
+                )
+        self._check_marks(self.mesh.world.allgather(f"{known.mark} of {output}" * bool(known.mark)))
         self._used = chosen, len(images)
-        partial = chosen.rows(_Seen.apply(output, seen), upload(labels, output.device))
-        return _LossOfAllTiles.apply(partial, self, chosen, rows)
+        parts = [_Seen.apply(tensors[name], seen[name]) for name in names]
+        logits = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        partial_sums = chosen.rows(logits, upload(labels, logits.device))
+        return _LossOfAllTiles.apply(partial_sums, self, chosen, rows, names)
 
-    def _begin_once(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
+    def _target_of(self, output: str | None, given):
+        """Return the target of an output, if the user gave the targets of several outputs.
+
+        Raises:
+            ValueError: the targets have none for this output.
+        """
+        if output is None or not isinstance(given, Mapping):
+            return given
+        named = named_by_text(given, "the target")
+        if output not in named:
+            raise ValueError(
+                f"the target has the keys {', '.join(named)}, which lack {output}, the output that "
+                "the criterion gets: give the target of this output"
+            )
+        return named[output]
+
+    def _begin_once(self, outputs: Sequence[str | None]) -> None:
+        """Begin the backward pass of the eager form, if it has not begun yet.
+
+        Args:
+            outputs: the names of the outputs whose loss the backward pass has reached.
+        """
+        begins, self._in_backward = not self._in_backward, True
+        if self._named_outputs:
+            reached = set() if begins or self._reached is None else self._reached
+            self._reached = reached | {name for name in outputs if name is not None}
+        if begins:
             # The user may add terms of the parameters, such as weight decay. Every rank computes
             # them whole, so the sum over ranks has them once for each rank. The scale divides the
             # sum by the number of ranks, and _LossOfAllTiles makes up for this division.
@@ -1058,7 +1193,7 @@ class DistributedModel(nn.Module):
     def predict(self, image: Tensor | np.ndarray) -> Tensor: ...
 
     @overload
-    def predict(self, image: object, outputs: Sequence[str]) -> dict[str, Tensor]: ...
+    def predict(self, image: object, outputs: Sequence[Key]) -> dict[Key, Tensor]: ...
 
     @overload
     def predict(self, image: object) -> Tensor | list[Tensor]: ...
@@ -1073,7 +1208,7 @@ class DistributedModel(nn.Module):
         Args:
             image: as for :meth:`backward`.
             outputs: names or numbers of the outputs to return, if the module returns several. The
-                result is then a dict from each name to the logits of the output. By default the
+                result is then a dict from each of these, as given, to the logits. By default the
                 logits of the first output in ``outputs`` of :func:`distseg.distribute` are
                 returned.
 
@@ -1093,7 +1228,7 @@ class DistributedModel(nn.Module):
             parts = self._parts(outputs)
             sizes = [tuple(arrays.size(number)) for number in range(len(arrays))]
             marks = [_few_pixels(arrays, number) for number in range(len(arrays))]
-        every = self.mesh.world.allgather((sizes, outputs and [*parts], marks))
+        every = self.mesh.world.allgather((sizes, outputs and [*map(str, parts)], marks))
         if len(given := {tuple(found) for found, *_ in every}) > 1:
             words = " and ".join(
                 f"{len(found)} of {_sizes(found)} pixels" for found in sorted(given)
@@ -1141,20 +1276,28 @@ class DistributedModel(nn.Module):
             for box, logits in self._tiles_of(arrays, 0):
                 yield box, logits[channels]
 
-    def _parts(self, names: Sequence[str] | None) -> dict[str, slice]:
-        """Return the channels of outputs in the network's result in evaluation, by name.
+    def _parts(self, names: Sequence[Key] | None) -> dict[Key, slice]:
+        """Return the channels of outputs in the network's result in evaluation, as asked for.
 
         Args:
             names: names or numbers of the outputs; None for the first one.
 
         Raises:
-            ValueError: the network does not return an output of this name in evaluation.
+            ValueError: the network does not return an output of this name in evaluation, or
+                ``names`` is no list of different names.
         """
         known = self._named_outputs or {"": self._outputs.channels}
         there = list(known) if self._evaluates_all else list(known)[:1]
-        if isinstance(names, str) or names == []:
-            raise ValueError(f"outputs is {names!r}: give a list of names of outputs")
+        if names is not None and (not isinstance(names, (list, tuple)) or not names):
+            raise ValueError(
+                f"outputs is {names!r}: give a list of names or numbers of outputs, such as "
+                f"{[next(iter(self._keys.values()), 0)]}"
+            )
         wanted = there[:1] if names is None else [str(name) for name in names]
+        if doubled := [name for name in wanted if wanted.count(name) > 1]:
+            raise ValueError(
+                f"outputs is {names!r}, which names {doubled[0]} twice: name each output once"
+            )
         ends = dict(zip(known, accumulate(known.values())))
         for name in wanted:
             if name not in known:
@@ -1169,7 +1312,8 @@ class DistributedModel(nn.Module):
                     f"returns {there[0]} only: let the module's forward pass return all outputs "
                     "in evaluation mode too"
                 )
-        return {name: slice(ends[name] - known[name], ends[name]) for name in wanted}
+        slices = [slice(ends[name] - known[name], ends[name]) for name in wanted]
+        return dict(zip(wanted if names is None else names, slices))
 
     def _tiles_of(self, arrays: Arrays | Stacked, number: int):
         """Yield (box of the tile, logits) for this rank's tiles of image ``number``."""
@@ -1243,19 +1387,27 @@ class _LossOfAllTiles(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, partial: Tensor, model: DistributedModel, criterion: Criterion, rows: Rows):
+    def forward(
+        ctx,
+        partial: Tensor,
+        model: DistributedModel,
+        criterion: Criterion,
+        rows: Rows,
+        outputs: Sequence[str | None],
+    ):
         table = torch.zeros(rows.total, criterion.sums, dtype=torch.float64)
         own = rows.of_micro_batch(0)
         table[own] = partial.detach().to("cpu", torch.float64)
         value, loss_grad = criterion.loss_grad(add(table, model.mesh.replicas))
-        ctx.model, ctx.loss_grad = model, upload(loss_grad[own], partial.device, partial.dtype)
+        ctx.model, ctx.outputs = model, outputs
+        ctx.loss_grad = upload(loss_grad[own], partial.device, partial.dtype)
         return partial.new_tensor(value)
 
     @staticmethod
     def backward(ctx, factor: Tensor):
-        ctx.model._begin_once()
+        ctx.model._begin_once(ctx.outputs)
         # The number of ranks makes up for the scale that _begin_once sets.
-        return ctx.loss_grad * factor * ctx.model.mesh.replicas.size, None, None, None
+        return ctx.loss_grad * factor * ctx.model.mesh.replicas.size, None, None, None, None
 
 
 class _Seen(torch.autograd.Function):
@@ -1277,19 +1429,21 @@ class _Seen(torch.autograd.Function):
         return gradient, None
 
 
-def _check_only_use(gradient: Tensor, seen: list[Tensor]) -> None:
+def _check_only_use(gradient: Tensor | None, seen: list[Tensor]) -> None:
     """Refuse a loss that depends on the model's output in other ways than through a criterion.
 
     The output is that of one tile, so another term of the loss would miss the rest of the image. A
     loss has other terms if the output's gradient is not the sum of the criteria's gradients.
 
     Args:
-        gradient: the gradient of the output.
+        gradient: the gradient of the output; None for one of several outputs that has no loss.
         seen: the gradients that criteria sent back to the output.
 
     Raises:
         ValueError: the gradient of the output is not the sum of ``seen``.
     """
+    if gradient is None:
+        return
     wanted = sum_tensors(seen) if seen else torch.zeros_like(gradient)
     seen.clear()
     if not torch.equal(gradient, wanted) and not torch.allclose(gradient, wanted, rtol=1e-9):

@@ -962,6 +962,40 @@ def test_targets_of_another_dtype_than_logits(loss):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
+def squared_sums(z, t):
+    return torch.stack([((z - t) ** 2 * t).sum((1, 2, 3)), t.sum((1, 2, 3))], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "loss, criterion",
+    [
+        (nn.BCEWithLogitsLoss(), nn.BCEWithLogitsLoss()),
+        (nn.HuberLoss(), nn.HuberLoss()),
+        (
+            F.binary_cross_entropy_with_logits,
+            distseg.PixelLoss(partial(F.binary_cross_entropy_with_logits, reduction="none")),
+        ),
+        (
+            lambda z, t: torch.divide(*squared_sums(z, t).sum(0)),
+            distseg.SumLoss(squared_sums, lambda table: torch.divide(*table.sum(0))),
+        ),
+    ],
+)
+def test_targets_of_fewer_digits_cost_the_loss_none(dtype, loss, criterion):
+    """PyTorch computes some of these losses in the dtype of the target, or refuses it."""
+    module, (x, _) = network(nn.InstanceNorm2d), images(0, 1)
+    y = torch.rand(2, 4, 34, 46, generator=torch.Generator().manual_seed(0)).to(dtype)
+    model = distseg.distribute(copy.deepcopy(module), tiles_per_rank=(1, 2))
+    wanted = loss(module(x), y.double())
+    wanted.backward()
+    found = model.backward(x, y, criterion)
+    assert float(found) == pytest.approx(wanted.item(), rel=1e-12)
+    largest = max(p.grad.abs().max() for p in module.parameters())
+    for p, q in zip(model.parameters(), module.parameters()):
+        assert float((p.grad - q.grad).abs().max() / largest) < 1e-12
+
+
 @pytest.mark.parallel(2)
 def test_other_criteria_on_another_rank_are_refused(comm):
     model = distseg.distribute(network(), distseg.init_mesh(tiles=(1, 2), comm=comm))
@@ -1284,6 +1318,30 @@ def test_bad_data_of_one_rank_is_named_on_all(comm, axis):
             mean = distseg.PixelLoss(nn.CrossEntropyLoss())
             model.backward(x, y, mean)
             mean(model(model.shard(x)), model.shard(bad))
+    found = float(model.backward(x, y, nn.CrossEntropyLoss()))
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("axis", ["tiles", pytest.param("stages", marks=pytest.mark.slow)])
+def test_bad_labels_of_streamed_tiles_are_named_on_all_ranks(comm, axis):
+    """All labels are checked before the step, also those of the last box that is read."""
+    axes = dict(stages=2, samples=1) if axis == "stages" else dict(tiles=(1, 2))
+    module, mesh = network(nn.InstanceNorm2d), distseg.init_mesh(**axes, comm=comm)
+    model = distseg.distribute(copy.deepcopy(module), mesh, streaming="2GB")
+    x, y = images(0, 1, 1)
+    wanted = F.cross_entropy(module(x), y).item()
+    (bad := y.clone())[0, -1, -1] = 7
+    for criterion, target, words in (
+        (nn.CrossEntropyLoss(), bad, "rank 1: CrossEntropyLoss fails .* values from 0 to 7"),
+        ("cross_entropy", bad, "rank 1: the labels of this rank's tile are from 0 to 7"),
+        ("cross_entropy", Unreadable(y, 40), "cannot read the chunk 7"),
+    ):
+        model.backward(x, y, criterion)
+        seen = model.images_seen
+        with pytest.raises(ValueError, match=words):
+            model.backward(x, target, criterion)
+        assert model.images_seen == seen
     found = float(model.backward(x, y, nn.CrossEntropyLoss()))
     assert found == pytest.approx(wanted, rel=1e-12)
 

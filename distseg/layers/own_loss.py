@@ -237,6 +237,7 @@ class PixelLoss(Criterion):
             )
 
     def _each(self, logits: Tensor, target: Tensor) -> Tensor:
+        target = _as_precise(target, logits)
         if self._returned.whole:
             each = self.function(logits.flatten(1), target.flatten())
             ones = (1,) * (logits.dim() - 2)
@@ -282,14 +283,17 @@ class SumLoss(Criterion):
         self._returned = Outputs(1, 2)
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        return self.function(logits.to(torch.promote_types(logits.dtype, torch.float32)), target)
+        return self._of_part(logits.to(torch.promote_types(logits.dtype, torch.float32)), target)
+
+    def _of_part(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.function(logits, _as_precise(target, logits))
 
     def counts(self, target: Tensor) -> Tensor:
         return torch.zeros(len(target), self.sums, dtype=torch.float64, device=target.device)
 
     def check_values(self, target: Tensor) -> None:
         size = _SIDES[: self._returned.dims]
-        _check_extremes(self.function, self._returned, target, size, None, _SUM_NAME)
+        _check_extremes(self._of_part, self._returned, target, size, None, _SUM_NAME)
 
     def value(self, table: Tensor) -> Tensor:
         return self._value(table)
@@ -302,8 +306,8 @@ class SumLoss(Criterion):
             )
         logits, sample = _example(outputs, target)
         self._returned = outputs
-        whole = _values_of(self.function, logits, sample, _SUM_NAME)
-        _check_gradient(self.function, logits, sample, _SUM_NAME)
+        whole = _values_of(self._of_part, logits, sample, _SUM_NAME)
+        _check_gradient(self._of_part, logits, sample, _SUM_NAME)
         with torch.no_grad():
             if whole.dim() != 2 or len(whole) != len(logits):
                 raise ValueError(
@@ -314,7 +318,7 @@ class SumLoss(Criterion):
             self.sums = whole.shape[1]
             near = 1e-9 if _is_wide(whole, outputs) else 1e-3
             self._compare(
-                self.function(logits[:1], sample[:1]),
+                self._of_part(logits[:1], sample[:1]),
                 whole[:1],
                 near,
                 "depend on other images of the batch",
@@ -323,7 +327,7 @@ class SumLoss(Criterion):
                 at = [3, logits.shape[dim] - 3]
                 parts = zip(logits.split(at, dim), sample.split(at, dim - logits.dim()))
                 self._compare(
-                    sum_tensors(self.function(x, y) for x, y in parts),
+                    sum_tensors(self._of_part(x, y) for x, y in parts),
                     whole,
                     near,
                     "of parts of an image do not add up",
@@ -488,6 +492,16 @@ def mark_of(given) -> str:
 def _filled(target: Tensor, valid: Tensor) -> Tensor:
     """Return ``target`` with all invalid entries, where ``valid`` is False, replaced by 0."""
     return target.where(valid, torch.zeros((), dtype=target.dtype, device=target.device))
+
+
+def _as_precise(target: Tensor, logits: Tensor) -> Tensor:
+    """Return a floating-point target in the dtype of the logits if that is more precise.
+
+    Some of PyTorch's losses compute in the dtype of the target, and would lose digits.
+    """
+    if not target.is_floating_point():
+        return target
+    return target.to(torch.promote_types(target.dtype, logits.dtype))
 
 
 def _is_wide(values: Tensor, outputs: Outputs) -> bool:

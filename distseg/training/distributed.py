@@ -29,7 +29,7 @@ from distseg.layers.own_loss import criterion_of, mark_of, named_by_text
 from distseg.layers.packed_targets import TargetForm, pack
 from distseg.models.network import check_calls, check_size, user_name, user_names
 from distseg.models.output_layers import parameters_of_outputs
-from distseg.tiling.tile import Box, TilePlacement, check_grid, owned_tiles
+from distseg.tiling.tile import Box, TilePlacement, boxes_of, check_grid, owned_tiles
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images, on_tile
 from distseg.training.engine import Engine
 from distseg.training.module_changes import ModuleChanges
@@ -38,6 +38,7 @@ from distseg.training.partial_gradients import refuse_partial_gradients
 T = TypeVar("T")
 P = ParamSpec("P")
 Key = str | int  # name or number of an output, as the user gave it
+_CHECKED_PIXELS = 1 << 20  # pixels of each image whose labels are read at once to check them
 _MOST_CRITERIA = 16  # criteria that are kept, for loops that make a new one in each step
 
 
@@ -790,7 +791,7 @@ class DistributedModel(nn.Module):
         """Return the pixels and labels of one tile of several images of equal size.
 
         If tiles are streamed, pixels and labels are read later, when they are needed. Labels are
-        checked when they are read.
+        read here too, box by box, to check their values.
 
         Args:
             images, targets: all images and targets of the step.
@@ -807,18 +808,21 @@ class DistributedModel(nn.Module):
 
         def labels(box: Box) -> Tensor:
             assert targets is not None and criterion is not None
-            found = self._labels(targets, group, criterion, box)
-            criterion.check_values(found)
-            return found
+            return self._labels(targets, group, criterion, box)
 
         pipeline = self.engine.pipeline
+        counted = criterion if pipeline.last else None
         if self.engine.streaming:
+            # Vectors of an image have few labels, whatever the box.
+            side = int(_CHECKED_PIXELS ** (1 / self._dims))
+            sides = place.tile.size if self._outputs.whole else (side,) * self._dims
+            for box in boxes_of(place.tile, sides) if counted is not None else ():
+                counted.check_values(labels(box))
             return LazyTileBatch(place, pixels, labels)
-        return TileBatch(
-            pixels(place.window) if pipeline.first else None,
-            labels(place.tile) if pipeline.last and criterion is not None else None,
-            place,
-        )
+        found = None
+        if counted is not None:
+            counted.check_values(found := labels(place.tile))
+        return TileBatch(pixels(place.window) if pipeline.first else None, found, place)
 
     def _labels(self, targets, group: list[int], criterion: Criterion, box: Box) -> Tensor:
         """Return the targets of the images ``group`` inside a box, (images, ..., *box.size).

@@ -1,8 +1,10 @@
 """Ranks on the axes of the mesh."""
 
 import pytest
+import torch.distributed as dist
+from made_transports import over
 
-from distseg.comm.launch import JointFailure, raise_jointly
+from distseg.comm.launch import JointFailure, gathered, raise_jointly
 from distseg.comm.mesh import Mesh, MeshShape
 
 
@@ -132,3 +134,28 @@ def test_after_an_error_of_one_rank_no_call_is_made(comm):
     with pytest.raises(RuntimeError, match=f"failed on rank {comm.rank} of 2 with KeyError: .*one"):
         with mesh.joint_call():
             comm.barrier()
+
+
+PROCESS_GROUPS = {  # (samples, tiles, stages): ranks of each group of gloo that a rank opens besides the world
+    (4, (1, 1), 1): [4],  # replicas, which are also the groups
+    (1, (2, 2), 1): [4, 4],  # replicas, tiles: a norm's messages may be under way beside the sums
+    (1, (1, 1), 4): [4],  # pipeline
+    (2, (1, 2), 1): [4, 2, 2],  # replicas, tiles, groups
+    (2, (1, 1), 2): [2, 2],  # pipeline, replicas, which are also the groups
+    (1, (1, 2), 2): [2, 2, 2],  # pipeline, tiles, replicas
+}
+
+
+@pytest.mark.parallel(4)
+def test_process_groups_of_a_mesh(comm, monkeypatch):
+    """Groups of one rank open none; where groups and replicas have the same ranks, they share one."""
+    world, opened, made = over("torch", comm), [], dist.ProcessGroupGloo
+    monkeypatch.setattr(
+        dist, "ProcessGroupGloo", lambda store, *args: opened.append(args[1]) or made(store, *args)
+    )
+    meshes = []
+    for shape, sizes in PROCESS_GROUPS.items():
+        opened.clear()
+        meshes.append(Mesh(world, *shape))
+        assert sorted(opened, reverse=True) == sizes, shape
+    gathered(comm)  # no rank closes its connections before the others are done

@@ -374,10 +374,11 @@ def recorded(comm, image: str, settings: dict, steps: int = 2) -> list[tuple]:
     engine = Engine(found, mesh, model, images.size, torch.device("cpu"), precision="fp64")
     noted: list[tuple] = []
     members = mesh.shape.members(mesh.rank)
-    for name, ranks in members._asdict().items():
+    for name, ranks in reversed(members._asdict().items()):
         made = getattr(mesh, name)
         assert len(ranks) == made.size and ranks[made.rank] == mesh.rank
-        made.comm = Recorder(made.comm, name, ranks, noted)
+        if not isinstance(made.comm, Recorder):  # groups and replicas may be one communicator
+            made.comm = Recorder(made.comm, name, ranks, noted)
 
     def sum_gradients():
         engine.sums.finish()

@@ -128,7 +128,8 @@ class Mesh:
         world: all ranks.
         pipeline: the S ranks with this rank's sample group and tile, one for each stage.
         tiles: the Q ranks with this rank's sample group and stage, one for each tile.
-        groups: the D ranks with this rank's tile and stage, one in each sample group.
+        groups: the D ranks with this rank's tile and stage, one in each sample group. It is the
+            same object as ``replicas`` if each group has one tile.
         replicas: the D x Q ranks with this rank's stage, which hold the same weights.
         waits: the wait policy of all these communicators.
         device: the device of this rank, as chosen by :func:`distseg.init_mesh`.
@@ -149,8 +150,12 @@ class Mesh:
         members = self.shape.members(world.rank)
         self.pipeline = self.world.group(members.pipeline)
         self.tiles = self.world.group(members.tiles)
-        self.groups = self.world.group(members.groups)
         self.replicas = self.world.group(members.replicas)
+        # Messages of both cannot be mixed up: gradient sums have tags of their own, and collectives
+        # over the groups begin only after all sums of a step. The tiles and the replicas may have
+        # the same ranks too, but a norm's statistics can be under way beside the loss's sums.
+        shared = members.groups == members.replicas
+        self.groups = self.replicas if shared else self.world.group(members.groups)
 
     @property
     def rank(self) -> int:

@@ -816,8 +816,9 @@ class DistributedModel(nn.Module):
             # Vectors of an image have few labels, whatever the box.
             side = int(_CHECKED_PIXELS ** (1 / self._dims))
             sides = place.tile.size if self._outputs.whole else (side,) * self._dims
-            for box in boxes_of(place.tile, sides) if counted is not None else ():
-                counted.check_values(labels(box))
+            if counted is not None:
+                for box in boxes_of(place.tile, sides):
+                    counted.check_values(labels(box))
             return LazyTileBatch(place, pixels, labels)
         found = None
         if counted is not None:

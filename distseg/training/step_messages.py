@@ -140,7 +140,9 @@ class _RankMessages:
         if tracked and config.approximate.norms == "window":
             yield from collective("replicas", self.members.replicas, f"{prefix}running statistics")
         elif tracked and config.spatial.norm_scope != "step":
-            yield from collective("groups", self.members.groups, f"{prefix}running statistics")
+            shared = self.members.groups == self.members.replicas  # one communicator (Mesh)
+            name = "replicas" if shared else "groups"
+            yield from collective(name, self.members.groups, f"{prefix}running statistics")
 
     def pass_messages(self) -> PassMessages:
         """Return an object that lists the messages of layers in a forward or backward pass."""

@@ -438,6 +438,10 @@ def _check_module(module: nn.Module) -> None:
             f"distribute takes a torch.nn.Module, got {type(module).__name__}: give an instance "
             "of your module's class"
         )
+    if isinstance(module, DistributedModel):
+        raise ValueError(
+            "the module is distributed already: give your own module, a new one for a second model"
+        )
     if not module.training:
         return
     still = {name for name, layer in module.named_modules() if not layer.training}

@@ -1,6 +1,8 @@
 """The Python interface beside what users of PyTorch have: checkpoints, schedulers, a GradScaler, copies, a DeviceMesh, DDP."""
 
 import copy
+import io
+import pickle
 import re
 from functools import partial
 from pathlib import Path
@@ -228,6 +230,37 @@ def test_an_average_of_the_weights(comm):
     for p, steps in zip(average.module.parameters(), zip(*found)):
         torch.testing.assert_close(p, torch.stack(steps).mean(0), rtol=1e-12, atol=1e-14)
     assert average.module.predict(images(0, 1)[0]).shape == (2, 4, 34, 46)
+
+
+@pytest.mark.parallel([1, 2])
+def test_what_a_distributed_model_is_not(comm):
+    """A copy of connections in a file, a module to distribute, or a wrapper with the module's attributes."""
+    mesh, module = distseg.init_mesh(samples=1, tiles=(1, comm.size), comm=comm), network()
+    model = distseg.distribute(module, mesh)
+    for save in (pickle.dumps, lambda found: torch.save(found, io.BytesIO())):
+        with pytest.raises(ValueError, match="can be pickled: save model.whole_state_dict"):
+            save(model)
+    with pytest.raises(ValueError, match="distributed already: give your own module"):
+        distseg.distribute(model, mesh)
+    with pytest.raises(AttributeError, match="no attribute head: .* gave to distseg.distribute"):
+        print(model.head)
+    assert not hasattr(model, "head")
+    assert module.head.weight is dict(model.named_parameters())["head.weight"]
+
+
+@pytest.mark.parallel([1, 2])
+def test_prediction_in_inference_mode_leaves_training_alone(comm):
+    mesh, (x, y) = distseg.init_mesh(samples=1, tiles=(1, comm.size), comm=comm), images(0, 1)
+    module = network()
+    model, wanted = distseg.distribute(copy.deepcopy(module), mesh), module.eval()(x)
+    with torch.inference_mode():
+        found = model.predict(x.clone())
+        tiles = list(model.predict_tiles(x[0].clone()))
+    torch.testing.assert_close(found, wanted.detach(), rtol=1e-11, atol=1e-12)
+    for box, logits in tiles:
+        torch.testing.assert_close(torch.from_numpy(logits), found[(0, slice(None), *box.slices)])
+    loss = model.backward(x, y, nn.CrossEntropyLoss())
+    assert float(loss) == pytest.approx(F.cross_entropy(module.train()(x), y).item(), rel=1e-12)
 
 
 class Backwards(nn.Module):

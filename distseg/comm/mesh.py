@@ -199,3 +199,9 @@ class Mesh:
     def __deepcopy__(self, memo) -> Mesh:
         """Return the same object, so that a copy of its owner uses the same connections."""
         return self
+
+    def __reduce_ex__(self, protocol):
+        raise ValueError(
+            "a mesh has connections to other processes, so neither it nor a distributed model can "
+            "be pickled: save model.whole_state_dict(), or call distseg.save(folder, model)"
+        )

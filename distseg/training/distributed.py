@@ -216,9 +216,22 @@ class DistributedModel(nn.Module):
         self._changes = changes
         self._refuse_partial_gradients()
 
+    def __getstate__(self) -> dict:
+        # The mesh comes first: it refuses to be pickled with a message that names the repair.
+        return {"mesh": self.mesh, **self.__dict__}
+
     def __setstate__(self, state) -> None:
         super().__setstate__(state)  # of a copied model
         self._refuse_partial_gradients()
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"a distributed model has no attribute {name}: take the attributes of your module "
+                "from the module that you gave to distseg.distribute"
+            ) from None
 
     def _refuse_partial_gradients(self) -> None:
         if self.mesh.shape.stages > 1:
@@ -1204,6 +1217,10 @@ class DistributedModel(nn.Module):
     def predict(self, image: object) -> Tensor | list[Tensor]: ...
 
     @_joint_call
+    @torch.inference_mode(
+        False
+    )  # tensors of this mode, which the user may be in, allow no training
+    @torch.no_grad()
     def predict(self, image, outputs=None):
         """Return the logits of whole images, on every rank.
 
@@ -1264,6 +1281,8 @@ class DistributedModel(nn.Module):
         ]
         return results[0] if outputs is None else dict(zip(parts, results, strict=True))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def predict_tiles(self, image) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (box, logits) for each of this rank's tiles of one image; logits (C', *box.size).
 

@@ -263,6 +263,38 @@ def test_prediction_in_inference_mode_leaves_training_alone(comm):
     assert float(loss) == pytest.approx(F.cross_entropy(module.train()(x), y).item(), rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "dtype, precision, refused",
+    [
+        (torch.bfloat16, "fp32", True),
+        (torch.float16, "bf16", True),
+        (torch.bfloat16, "bf16", False),
+        (torch.bfloat16, "fp64", False),
+    ],
+)
+def test_an_autocast_of_another_precision_is_refused(dtype, precision, refused):
+    """The precision of the model is chosen in one place; another would change the result silently."""
+    kind = torch.float64 if precision == "fp64" else torch.float32
+    (x, y), model = images(0, 1), distseg.distribute(network().to(kind), precision=precision)
+    x, calls = x.to(kind), []
+    calls.append(lambda: model.backward(x, y, nn.CrossEntropyLoss()).item())
+    calls.append(lambda: model.eval().predict(x).sum().item())
+    for call in calls:
+        wanted = call()
+        with torch.autocast("cpu", dtype=dtype):
+            if refused:
+                with pytest.raises(ValueError, match=f"autocast is on .* precision {precision}"):
+                    call()
+            else:
+                assert call() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_names_of_a_wrapper_are_told_apart():
+    model, plain = distseg.distribute(network()), network()
+    with pytest.raises(ValueError, match="lacks .*: its names begin with 'module.'"):
+        model.load_state_dict({f"module.{n}": t for n, t in plain.state_dict().items()})
+
+
 class Backwards(nn.Module):
     """A net whose layers of equal shapes are made in another order than they are called in."""
 

@@ -330,9 +330,13 @@ class DistributedModel(nn.Module):
             for name, tensor in own.items():
                 if name not in state_dict:
                     if strict:
-                        raise ValueError(
-                            f"the state dict lacks {name}: load the state dict of this network"
-                        )
+                        repair = "load the state dict of this network"
+                        if f"module.{name}" in state_dict:
+                            repair = (
+                                "its names begin with 'module.', as those of a wrapper such as "
+                                "DistributedDataParallel: remove this from the names"
+                            )
+                        raise ValueError(f"the state dict lacks {name}: {repair}")
                 elif state_dict[name].shape != tensor.shape:
                     raise ValueError(
                         f"{name} has the shape {tuple(state_dict[name].shape)} in the state dict, "
@@ -482,7 +486,19 @@ class DistributedModel(nn.Module):
         self.epoch, self.images_seen = epoch, 0
 
     def _check_changes(self) -> None:
-        """Refuse hooks and changes of the user's module, made after the module was distributed."""
+        """Refuse hooks and changes of the user's module, made after the module was distributed.
+
+        Refuse an autocast of the user, too, if it would change the precision of the model.
+        """
+        kind, precision = self.mesh.device.type, self.engine.precision
+        wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        if torch.is_autocast_enabled(kind) and precision != "fp64":  # it leaves float64 alone
+            if (dtype := torch.get_autocast_dtype(kind)) != wanted:
+                raise ValueError(
+                    f"torch.autocast is on with {str(dtype).removeprefix('torch.')}, but this "
+                    f"model has the precision {precision}: leave torch.autocast, or choose "
+                    "precision in distseg.distribute"
+                )
         found = _hooks_of(self.network)
         if added := [name for name in found if found[name] > self._hooks.get(name, 0)]:
             raise ValueError(

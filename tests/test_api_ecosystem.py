@@ -263,6 +263,13 @@ def test_prediction_in_inference_mode_leaves_training_alone(comm):
     assert float(loss) == pytest.approx(F.cross_entropy(module.train()(x), y).item(), rel=1e-12)
 
 
+def test_a_copy_after_a_step_of_the_eager_form():
+    model, (x, y) = distseg.distribute(network(), distseg.init_mesh()), images(0, 1)
+    CRITERION(model(model.shard(x)), model.shard(y)).backward()
+    found = copy.deepcopy(model)
+    assert float(found.backward(x, y, CRITERION)) == float(model.backward(x, y, CRITERION))
+
+
 @pytest.mark.parametrize(
     "dtype, precision, refused",
     [

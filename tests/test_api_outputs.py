@@ -173,6 +173,8 @@ def test_vectors_of_several_lengths():
     torch.testing.assert_close(model.predict(x), module.eval()(x), rtol=1e-11, atol=1e-12)
     with pytest.raises(ValueError, match="output 0, but in evaluation mode .* returns 1 only"):
         model.predict(x, [0])
+    with pytest.raises(ValueError, match="tensor with 4 channels, but its output 0, .* has 1 in"):
+        distseg.distribute(Answers(), outputs=[0, 1])  # evaluation returns output 1
 
 
 class Doubled(nn.Module):
@@ -323,13 +325,14 @@ def squares(made, y):
 
 
 @pytest.mark.parallel([1, 2])
-def test_an_output_without_a_loss_gives_its_weights_no_gradient(comm):
+@pytest.mark.parametrize("pad", [None, 2])
+def test_an_output_without_a_loss_gives_its_weights_no_gradient(comm, pad):
     """Its weights keep None, as in plain PyTorch, so that weight decay leaves them alone."""
     module, (x, y) = tasks(), batch()
     ends = module(x)
     F.cross_entropy(ends["classes"], y["classes"].long(), ignore_index=255).backward()
     mesh = distseg.init_mesh(samples=1, tiles=(1, comm.size), comm=comm)
-    model = distseg.distribute(tasks(), mesh, outputs=NAMES)
+    model = distseg.distribute(tasks(), mesh, outputs=NAMES, pad=pad)
     criterion, flow = distseg.PixelLoss(CRITERION["classes"]), CRITERION["flow"]
     for _ in range(2):
         out = model(model.shard(x))

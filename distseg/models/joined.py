@@ -79,7 +79,7 @@ def joined(
         measured = measured_outputs(self)
         if self.training or (measured and measured.in_evaluation):
             return _all(made, outputs, x, measured)
-        return _first(made, outputs, x)
+        return _first(made, outputs, x, measured)
 
     def parts(self, x: Tensor) -> list[Tensor]:
         return _parts(base.forward(self, *_dealt(x, inputs)), outputs, x)
@@ -147,16 +147,27 @@ def _dealt(x: Tensor, inputs: Sequence[int] | None) -> Sequence[Tensor]:
     return x.split(list(inputs), 1)
 
 
-def _first(made: Any, names: Sequence[str], x: Tensor) -> Tensor:
+def _first(made: Any, names: Sequence[str], x: Tensor, measured: MeasuredOutputs | None) -> Tensor:
     """Return the first output of a module in evaluation, resized to the image.
 
     Args:
         made: the result of the user's module, which may be this output alone.
         names: names or numbers of the outputs.
         x: the image (N, bands, *size).
+        measured: the number of channels of each output; None if all have the same number.
+
+    Raises:
+        WrongEnds: the result has another number of channels than the first output in training.
     """
     alone = isinstance(made, Tensor) and made.dim() <= x.dim()
-    return _resized(made if alone else _picked(made, names[0], x), x)
+    found = made if alone else _picked(made, names[0], x)
+    if measured is not None and found.shape[1] != measured.channels[0]:
+        raise WrongEnds(
+            f"in evaluation the network returns a tensor with {found.shape[1]} channels, but its "
+            f"output {names[0]}, the first in model.outputs, has {measured.channels[0]} in "
+            "training: name the output that it returns in evaluation first"
+        )
+    return _resized(found, x)
 
 
 def _all(made: Any, names: Sequence[str], x: Tensor, measured: MeasuredOutputs | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from distseg.models.layers import Cat
-from distseg.models.network import Network
+from distseg.models.network import IMAGE, Network
 
 
 def parameters_of_outputs(network: nn.Module, outputs: int) -> list[set[nn.Parameter]] | None:
@@ -21,11 +21,12 @@ def parameters_of_outputs(network: nn.Module, outputs: int) -> list[set[nn.Param
     if type(network) is not Network:
         return None
     last = next(reversed(network.reads))
-    while len(network.reads[last]) == 1 and network.reads[last][0] in network.reads:
+    # A network that pads the image cuts its result back to the size of the image.
+    while len(maps := [name for name in network.reads[last] if name != IMAGE]) == 1:
         if next(network.get_submodule(last).parameters(), None) is not None:
             return None
-        (last,) = network.reads[last]
-    maps = network.reads[last]
+        last = maps[0]
+    maps = list(network.reads[last])
     if not isinstance(network.get_submodule(last), Cat) or len(maps) != outputs:
         return None
     return [_parameters_behind(network, name) for name in maps]

@@ -218,7 +218,8 @@ class DistributedModel(nn.Module):
 
     def __getstate__(self) -> dict:
         # The mesh comes first: it refuses to be pickled with a message that names the repair.
-        return {"mesh": self.mesh, **self.__dict__}
+        # The autograd graph of the last forward pass cannot be copied, so a copy begins without it.
+        return {"mesh": self.mesh, **self.__dict__, "_eager": None}
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)  # of a copied model
@@ -1215,6 +1216,7 @@ class DistributedModel(nn.Module):
     def _end_of_backward(self) -> None:
         self._in_backward = False
         self._last_pass.__exit__(None, None, None)
+        del self._last_pass  # it could not be copied with the model
         self._finish(eager=True)
         self.engine.model.commit_statistics(unbiased=True)
 

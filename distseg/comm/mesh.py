@@ -200,6 +200,12 @@ class Mesh:
         """Return the same object, so that a copy of its owner uses the same connections."""
         return self
 
+    def __copy__(self) -> Mesh:
+        """Return another mesh with the same connections."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     def __reduce_ex__(self, protocol):
         raise ValueError(
             "a mesh has connections to other processes, so neither it nor a distributed model can "

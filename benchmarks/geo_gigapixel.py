@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,7 @@ from benchmarks.ranks import job_environment, last_json
 from benchmarks.rows import Rows
 from distseg.comm.launch import keep_freed_memory, peak_memory, reset_peak_memory
 from distseg.config.sizes import Size
-from distseg.data.class_files import Classes, form_of, paths_of
+from distseg.data.class_files import FORMS, Classes, form_of, paths_of
 from distseg.data.class_map import PartialMap
 from distseg.data.formats.readers import open_image
 from distseg.data.store.store import StoreWriter
@@ -102,6 +103,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--kills", type=int, default=5, help="predictions that are stopped (default: %(default)s)"
     )
     parser.add_argument(
+        "--stops",
+        type=Stop.parse,
+        nargs="*",
+        default=[],
+        metavar="SIGNAL:WHERE",
+        help="stops at chosen places instead of --kills at random moments: WHERE is the share of finished tiles such as 0.3, or a file such as cog+5, 5 seconds after the command began it. Example: INT:0.2 KILL:0.6 TERM:0.9 KILL:cog+5 TERM:gpkg+20",
+    )
+    parser.add_argument(
         "--network", type=json.loads, default=NETWORK, help="(JSON, default: %(default)s)"
     )
     parser.add_argument(
@@ -128,7 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += [bench.traced(side) for side in options.sides if "trace" in options.parts]
         rows += [bench.files_of(side) for side in options.sides if "files" in options.parts]
         rows += [bench.beside_plain(repeats_of(options))] if "plain" in options.parts else []
-        rows += [bench.interrupted(random.Random(0))] if "stop" in options.parts else []
+        if "stop" in options.parts:
+            rows.append(
+                bench.stopped_at() if options.stops else bench.interrupted(random.Random(0))
+            )
     notes = (
         f"U-Net, {options.network}; uint8 x 3 in deflated tiles of {EDGE}x{EDGE}; formats {options.formats}, polygons of {' and '.join(options.trace) or 'no class'}; "
         f"--memory {options.memory}; {options.threads} thread(s)\n"
@@ -137,11 +149,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parameters = {
         "sides": options.sides, "side": options.side, "tile": options.tile, "memory": options.memory,
-        "trace": options.trace, "kills": options.kills, "threads": options.threads, "torch": bench.torch, "network": options.network, "period": options.period,
+        "trace": options.trace, "kills": options.kills, "threads": options.threads, "torch": bench.torch, "network": options.network, "period": options.period, "stops": list(map(str, options.stops)),
     }  # fmt: skip
     report("geo_gigapixel", QUESTION, Rows(rows), options, parameters, notes)
     if not all(row.get("same bytes", True) for row in rows):
         sys.exit(1)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Signal and the place of a prediction at which the command gets it.
+
+    Attributes:
+        sign: the signal.
+        share: share of the finished tiles; 1 for a stop in a file.
+        form: the file that is being written, such as ``cog``; empty for a stop between tiles.
+        seconds: the time after the command began the file.
+    """
+
+    sign: signal.Signals
+    share: float = 1.0
+    form: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Stop:
+        """Return the stop of a text such as ``KILL:0.6`` or ``TERM:gpkg+20``."""
+        sign, where = text.split(":")
+        form, _, seconds = where.partition("+")
+        if form in FORMS:
+            return cls(signal.Signals[f"SIG{sign}"], 1.0, form, float(seconds or 0))
+        return cls(signal.Signals[f"SIG{sign}"], float(where))
+
+    def __str__(self) -> str:
+        place = f"{self.form}+{self.seconds:g}" if self.form else f"{self.share:g}"
+        return f"{self.sign.name[3:]}:{place}"
+
+    def reached(self, output: Path, process: int) -> bool:
+        """Return True if a process is at this place (``seconds`` apart)."""
+        if self.form:  # the temporary file has the number of the process in its name
+            return any(output.glob(f".image{FORMS[self.form]}.*-{process}-*.writing"))
+        done, tiles = finished(output)
+        return tiles > 0 and done >= self.share * tiles
 
 
 class Bench:
@@ -288,6 +337,56 @@ class Bench:
         return self._said(
             {"case": case, "same bytes": same, "stopped": ", ".join(stopped), "ended before": ended}
         )
+
+    def stopped_at(self) -> dict:
+        """Stop a prediction at the places of ``--stops`` and compare its bytes; return its row.
+
+        Raises:
+            RuntimeError: a command ends before it is at its place.
+        """
+        image, side = self.image(self.options.side), self.options.side
+        whole, parts = self.folder / "whole", self.folder / "parts"
+        seconds = self._seconds(self._predict(image, whole))
+        self._said({"case": f"{side}x{side}, not stopped", "seconds": seconds})
+        places, start = [], time.perf_counter()
+        for stop in self.options.stops:
+            code = self._stop_at(stop, self._predict(image, parts), parts)
+            done, tiles = finished(parts)
+            there = [path.name for path in sorted(parts.glob("image.*")) if path.is_file()]
+            places.append(f"{stop}: exit {code}, {done} of {tiles} tiles, files {there}")
+            print(places[-1], file=sys.stderr, flush=True)
+        self._seconds(self._predict(image, parts))
+        return self._said(
+            {
+                "case": f"{side}x{side}, stopped {len(places)} times",
+                "same bytes": _digests(whole) == _digests(parts),
+                "stopped": "; ".join(places),
+                "seconds": seconds,
+                "with stops [s]": time.perf_counter() - start,
+                "hidden files": sum(path.name[0] == "." for path in parts.rglob("*")),
+            }
+        )
+
+    def _stop_at(self, stop: Stop, arguments: list[str], output: Path) -> int:
+        """Send a signal to Python when it is at the place of ``stop``; return its exit code.
+
+        Raises:
+            RuntimeError: the command ends before.
+        """
+        job = subprocess.Popen(
+            [sys.executable, *arguments],
+            env=job_environment(self.options.threads),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while job.poll() is None and not stop.reached(output, job.pid):
+            time.sleep(0.02)
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(stop.seconds)
+        if job.poll() is not None:
+            raise RuntimeError(f"a prediction ended before {stop}: stop it earlier")
+        job.send_signal(stop.sign)
+        return job.wait()
 
     def _stopped(
         self, arguments: list[str], output: Path, seconds: float, sign: signal.Signals
@@ -608,6 +707,15 @@ def _different(one: Path, other: Path) -> int:
             int((a.read(1, window=window_) != b.read(1, window=window_)).sum())
             for _, window_ in a.block_windows(1)
         )
+
+
+def finished(output: Path) -> tuple[int, int]:
+    """Return how many tiles of an unfinished prediction are recorded, and how many there are."""
+    try:
+        record = np.fromfile(output / "image.partial" / "done", np.uint64)
+    except FileNotFoundError:
+        return 0, 0
+    return np.count_nonzero(record), len(record)
 
 
 def _times(folder: Path) -> list[int]:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ from distseg.data.store.writer import StoreWriter
 from distseg.inference.evaluate import evaluate
 from distseg.inference.metrics import scores
 from distseg.inference.predictor import Predictor
-from distseg.models.zoo import outline_model
+from distseg.models.zoo import build_model, outline_model
 from distseg.report.style import PALETTE, new_figure
 from distseg.tiling.tile import Box
 from distseg.training.engine import Engine
@@ -52,6 +53,7 @@ from distseg.training.verify import verify
 QUESTION = (
     "How long does a step on a gigapixel take, in how much memory, and does the network learn?"
 )
+PARTS = ("step", "plain", "learn")
 SEED = {"seconds": 81.0, "GB": 103.61, "Dice": 0.989}  # 16000 x 64000 on an M1 Ultra, as published
 
 
@@ -69,11 +71,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--epochs", type=int, default=300, help="of the training (default: %(default)s)"
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--job", choices=("step", "learn"), help="internal: what one process does")
+    parser.add_argument(
+        "--parts", nargs="*", choices=PARTS, default=PARTS, help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--plain",
+        type=int,
+        nargs="*",
+        default=[2048, 4096, 6144],
+        help="sides of square images for a step of plain PyTorch (default: %(default)s)",
+    )
+    parser.add_argument("--name", default="gigapixel", help="of the result files")
+    parser.add_argument("--job", choices=_JOBS, help="internal: what one process does")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     if options.job:
-        print(json.dumps({"step": _step, "learn": _learn}[options.job](options)))
+        print(json.dumps(_JOBS[options.job](options)))
         return
     with tempfile.TemporaryDirectory() as folder:
         if options.quick:
@@ -84,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 1,
                 1,
             )
-        if not options.store.exists():
+            options.plain = [128, 256]
+        if "step" in options.parts and not options.store.exists():
             with redirect_stdout(sys.stderr):
                 prepare_gigapixel(options.store, options.size)
         rows, samples = (
@@ -98,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ],
             {},
         )
-        for memory in options.memory:
+        for memory in options.memory if "step" in options.parts else []:
             samples[memory] = [
                 _run(options, "step", memory, folder) for _ in range(options.repeats)
             ]
@@ -109,21 +123,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "peak [GB]": max(s["peak"] for s in samples[memory]) / 1e9, "Mpx/s": pixels / seconds.median / 1e6,
             })  # fmt: skip
             print(rows[-1], file=sys.stderr, flush=True)
-        error = _exactness(options)
-        learned = _run(options, "learn", "4GB", folder)
-    notes = (
-        f"{options.size}, fp32, batch 1, forward, backward and Adam, reading included, {options.threads} threads; peak: of the whole process\n"
-        f"gradient against the serial program, float64, 301x331 in 3x3 streamed tiles: largest relative error {error:.1e}\n"
-        f"land after {options.epochs} epochs on six sectors of 2000x4000: Dice {learned['train']:.4f} (train), {learned['test']:.4f} (two other sectors); published: {SEED['Dice']}, on other data"
-    )
+        about = {"samples": samples}
+        notes = f"{options.size}, fp32, batch 1, forward, backward and Adam, reading included, {options.threads} threads; peak: of the whole process"
+        if "step" in options.parts:
+            about["error"] = _exactness(options)
+            notes += f"\ngradient against the serial program, float64, 301x331 in 3x3 streamed tiles: largest relative error {about['error']:.1e}"
+        if "plain" in options.parts:
+            plain = _plain_rows(options, folder)
+            rows += plain
+            about["line"] = line = _line(plain)
+            whole = line["GB"] + line["bytes per pixel"] * options.size.volume / 1e9
+            notes += f"\nplain PyTorch: a line through its peaks is {line['GB']:.2f} GB + {line['bytes per pixel']:.1f} bytes per pixel, {whole:.0f} GB at {options.size}"
+        if "learn" in options.parts:
+            about["learned"] = learned = _run(options, "learn", "4GB", folder)
+            notes += f"\nland after {options.epochs} epochs on six sectors of 2000x4000: Dice {learned['train']:.4f} (train), {learned['test']:.4f} (two other sectors); published: {SEED['Dice']}, on other data"
     report(
-        "gigapixel",
+        options.name,
         QUESTION,
-        Rows(rows, {"samples": samples, "error": error, "learned": learned}),
+        Rows(rows, about),
         options,
-        {"size": str(options.size)},
+        {"size": str(options.size), "plain": options.plain},
         notes,
-        lambda path: draw(learned, path),
+        partial(draw, about["learned"]) if "learn" in options.parts else None,
     )
 
 
@@ -187,6 +208,49 @@ def _step(options: argparse.Namespace) -> dict:
     }
 
 
+def _plain_rows(options: argparse.Namespace, folder: str) -> list[dict]:
+    """Run a step of plain PyTorch on square images; return a row for each."""
+    rows = []
+    for side in options.plain:
+        given = argparse.Namespace(**{**vars(options), "store": Path(folder) / f"plain{side}.h5"})
+        with redirect_stdout(sys.stderr):
+            prepare_gigapixel(given.store, Size((side, side)))
+        found = _run(given, "plain", options.memory[0], folder)
+        given.store.unlink()
+        seconds = found["seconds"]
+        rows.append({
+            "run": f"plain PyTorch, {side}x{side}", "step [s]": seconds, "from": seconds, "to": seconds,
+            "peak [GB]": found["peak"] / 1e9, "Mpx/s": found["pixels"] / seconds / 1e6, "pixels": found["pixels"],
+        })  # fmt: skip
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def _line(rows: list[dict]) -> dict[str, float]:
+    """Return the straight line through the peaks of plain PyTorch."""
+    slope, start = np.polyfit(
+        [row["pixels"] for row in rows], [row["peak [GB]"] for row in rows], 1
+    )
+    return {"GB": float(start), "bytes per pixel": float(slope) * 1e9}
+
+
+def _plain(options: argparse.Namespace) -> dict:
+    """Train one step as plain PyTorch does, with the whole image as one tensor."""
+    store = Store(options.store)
+    box = Box.whole(store.size("earth"))
+    model = build_model(_config(str(options.store)).model).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    start = time.perf_counter()
+    image = torch.from_numpy(store.read_normalised("earth", box))[None]
+    labels = torch.from_numpy(store.labels("earth", box))[None, None].float()
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(model(image), labels)
+    loss.backward()
+    optimizer.step()
+    seconds = time.perf_counter() - start
+    pixels = int(np.prod(box.size))
+    return {"seconds": seconds, "peak": peak(), "loss": loss.item(), "pixels": pixels}
+
+
 def _exactness(options: argparse.Namespace) -> float:
     streaming = StreamingConfig(tiles=Size((3, 3)))
     report_ = verify(_config(None, streaming=streaming), world(), Size((301, 331)))
@@ -243,6 +307,8 @@ def draw(learned: dict, path: Path) -> None:
         )
         figure.tight_layout()
 
+
+_JOBS = {"step": _step, "plain": _plain, "learn": _learn}
 
 if __name__ == "__main__":
     main()

@@ -9,12 +9,15 @@ from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.geo_gigapixel import Stop  # noqa: E402
+from benchmarks.gigapixel import _line  # noqa: E402
 from benchmarks.halo_error import by_distance  # noqa: E402
 from benchmarks.mutants import MUTANTS  # noqa: E402
 from benchmarks.steps import Setting, distributed_step, plain_step  # noqa: E402
@@ -89,6 +92,37 @@ def test_both_steps_have_the_same_loss():
     """Without dropout: the masks are drawn in other ways."""
     setting = Setting(Size((32, 32)), depth=2, num_convs=1, base_channels=4, dropout=0.0)
     assert plain_step(setting)() == pytest.approx(distributed_step(setting)[0](), rel=1e-5)
+
+
+@pytest.mark.parametrize("text", ["INT:0.25", "KILL:cog+5", "TERM:gpkg+0"])
+def test_a_stop_is_read_as_it_is_written(text):
+    assert str(Stop.parse(text)) == text
+
+
+def test_a_stop_between_tiles_waits_for_its_share(tmp_path):
+    stop, record = Stop.parse("INT:0.5"), tmp_path / "image.partial" / "done"
+    assert not stop.reached(tmp_path, 7)
+    record.parent.mkdir()
+    for finished, there in ((0, False), (1, False), (2, True)):
+        np.array([1] * finished + [0] * (4 - finished), np.uint64).tofile(record)
+        assert stop.reached(tmp_path, 7) == there
+
+
+def test_a_stop_in_a_file_waits_for_this_file_of_this_process(tmp_path):
+    stop = Stop.parse("KILL:cog")
+    for name, there in (
+        ("image.cog.tif", False),
+        (".image.gpkg.0a-7-0a.writing", False),
+        (".image.cog.tif.0a-8-0a.writing", False),
+        (".image.cog.tif.0a-7-0a.writing", True),
+    ):
+        (tmp_path / name).touch()
+        assert stop.reached(tmp_path, 7) == there
+
+
+def test_line_through_peaks():
+    rows = [{"pixels": n * 1e6, "peak [GB]": 0.5 + 0.1 * n} for n in (1, 4, 9)]
+    assert _line(rows) == pytest.approx({"GB": 0.5, "bytes per pixel": 100})
 
 
 def test_each_planted_fault_has_its_place():

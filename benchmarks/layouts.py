@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -110,6 +110,7 @@ class Job:
     repeats: int
     quick: bool
     cpu_time: bool = False
+    precision: str = "fp32"
 
 
 def config_of(job: Job) -> tuple[Config, Size]:
@@ -121,9 +122,8 @@ def config_of(job: Job) -> tuple[Config, Size]:
         if (network["name"] == "unet")
         else ModelConfig(network["name"], in_channels=3, out_channels=3)
     )
-    plan = Config(
-        model=made, data=DataConfig(images=1), train=TrainConfig(accumulate=2, precision="fp32")
-    )
+    train = TrainConfig(accumulate=2, precision=job.precision)
+    plan = Config(model=made, data=DataConfig(images=1), train=train)
     return plan, Size(size)
 
 
@@ -197,6 +197,39 @@ def _cpu_time(step: RunningStep) -> float:
     return max(step.comm.allgather(time.thread_time() - began))
 
 
+def ranking(rows: Sequence[dict]) -> str:
+    """Return how good the planner's first choice and its order of the measured layouts are.
+
+    Each network on each number of ranks is a case, of the layouts that were drawn for it.
+
+    Args:
+        rows: the rows of the table.
+    """
+    cases: dict[tuple, list[dict]] = {}
+    for row in rows:
+        cases.setdefault((row["network"], row["ranks"]), []).append(row)
+    over, orders = [], []
+    for found in cases.values():
+        measured = [row["measured"] for row in found]
+        over.append(min(found, key=lambda row: row["predicted"])["measured"] / min(measured) - 1)
+        if len(found) > 2:
+            orders.append(rank_correlation([row["predicted"] for row in found], measured))
+    text = (
+        f"; the layout that is predicted to be fastest takes at most 5 % longer than the fastest in "
+        f"{sum(each <= 0.05 for each in over)} of {len(over)} cases, {max(over):.1%} at most"
+    )
+    if orders:
+        text += f"; rank correlation {mean(orders):.2f} ({min(orders):.2f} to {max(orders):.2f})"
+    return text
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return Spearman's rank correlation of two lists of different numbers of equal length."""
+    places = [{x: n for n, x in enumerate(sorted(each))} for each in (a, b)]
+    squares = sum((places[0][x] - places[1][y]) ** 2 for x, y in zip(a, b))
+    return 1 - 6 * squares / (len(a) * (len(a) ** 2 - 1))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
@@ -204,10 +237,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--drawn", type=int, default=10, help="layouts of a network and a number of ranks"
     )
     parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, not time")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--job", type=str, default=None, help="a network: internal")
     options = parser.parse_args(arguments)
     if options.job:
-        work(Job(options.job, options.drawn, options.repeats, options.quick, options.cpu_time))
+        numbers = options.drawn, options.repeats, options.quick
+        work(Job(options.job, *numbers, options.cpu_time, options.precision))
         return
     rows = []
     for case in list(CASES)[: 1 if options.quick else None]:
@@ -223,6 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             words += [
                 "--repeats",
                 str(repeats_of(options)),
+                "--precision",
+                options.precision,
                 *(["--quick"] if options.quick else []),
                 *(["--cpu-time"] if options.cpu_time else []),
             ]
@@ -230,9 +267,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     off = sorted(abs(row["ratio"] - 1) for row in rows)
     notes = (
         f"{'CPU ' * options.cpu_time}seconds of a step of two images, one thread a rank; predicted / measured - 1: median {median(off):.1%}, "
-        f"95th percentile {off[int(0.95 * (len(off) - 1))]:.1%}, largest {off[-1]:.1%} of {len(rows)} layouts"
+        f"95th percentile {off[int(0.95 * (len(off) - 1))]:.1%}, largest {off[-1]:.1%} of {len(rows)} layouts{ranking(rows)}"
     )
     name = "layouts_cpu_time" if options.cpu_time else "layouts"
+    name += "_bf16" if options.precision == "bf16" else ""
     report(name, QUESTION, Rows(rows, {}), options, {}, notes)
 
 

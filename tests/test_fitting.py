@@ -1,12 +1,16 @@
 """Parts of feature maps: the gradient of a slice, in the memory format of the whole map."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import distseg
 from distseg.comm.memory_format import channels_last, lies_last
+from distseg.comm.mesh import Mesh
 from distseg.layers.fitting import cropped, cropped_input, taken_from, taken_from_result
 from distseg.layers.layer_table import run
 from distseg.tiling.layout import LayerView
@@ -97,3 +101,24 @@ def test_a_part_that_is_only_read_cannot_be_modified():
     part = cropped_input(x, Box.whole((7, 6)), Box((0, 0), (3, 6)))
     with pytest.raises(RuntimeError, match="inplace"):
         part.mul_(2)
+
+
+@pytest.mark.parallel([1, 3])
+@pytest.mark.parametrize("padding", [nn.ZeroPad2d, nn.ReplicationPad2d])
+def test_padding_that_adds_nothing_to_a_tile_may_be_overwritten(comm, padding):
+    """The middle tile gets no padding; PyTorch's pad would be a new tensor all the same."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Conv2d(1, 2, 3),
+        nn.LeakyReLU(inplace=True),
+        padding(1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(2, 3, 1),
+    ).double()
+    module, image = copy.deepcopy(plain), torch.randn(1, 1, 6, 27).double()
+    target = torch.randint(3, (1, 6, 27))
+    F.cross_entropy(plain(image), target).backward()
+    model = distseg.distribute(module, Mesh(comm, tiles=(1, comm.size)))
+    model.backward(image, target, nn.CrossEntropyLoss())
+    for p, q in zip(module.parameters(), plain.parameters()):
+        assert (p.grad - q.grad).abs().max() <= 1e-14

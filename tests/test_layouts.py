@@ -833,11 +833,19 @@ def test_a_network_that_cannot_be_followed_splits_samples(comm):
         with_best_layout(config, comm, Size("49x67"))
 
 
+def chosen_of(plan: Planner, ranks: int, best, sizes=((96, 128),)):
+    """Return the layout that is chosen for a training of the images of :func:`planner`."""
+    config = auto(train=TrainConfig(accumulate=plan.work.batch), mesh=MeshConfig())
+    network = as_network(plain_model(config.model))
+    training = PlannedTraining(config, network, Size("96x128"), sizes=frozenset(sizes))
+    return choose_layout(training, plan, ranks, best)[0]
+
+
 def test_all_images_must_fit_the_chosen_tiles():
     """An image as small as the network's stride leaves only layouts without tiles."""
     plan = planner(batch=1, at=machine(**FREE))
     sizes = [(96, 128), (4, 4)]
-    small = choose_layout(plan, 4, sizes, plan.best(4, sizes))
+    small = chosen_of(plan, 4, plan.best(4, sizes), sizes)
     assert small.layout.tiles.volume == 1 and small.memory is None
     grids = {one.tiles for one in plan.candidates(4, [(8, 4)])}
     assert grids == {Size("1x1"), Size("2x1")}
@@ -846,20 +854,40 @@ def test_all_images_must_fit_the_chosen_tiles():
 def test_the_stages_of_the_chosen_layout_are_those_that_were_predicted():
     plan = planner()
     found = plan.predict(layout(stages=2))
-    chosen = choose_layout(plan, 2, [(96, 128)], [found])
+    chosen = chosen_of(plan, 2, [found])
     assert len(found.balance) == 2 and chosen.values()["pipeline.balance"] == list(found.balance)
     assert chosen.settings()["pipeline.balance"] == "[{},{}]".format(*found.balance)
-    alone = choose_layout(plan, 1, [(96, 128)], [plan.predict(layout())])
+    alone = chosen_of(plan, 1, [plan.predict(layout())])
     assert alone.values()["pipeline.balance"] is None and "pipeline.balance" not in alone.settings()
 
 
 @pytest.mark.parametrize("batch, mesh", [(1, (1, 4)), (2, (2, 2)), (4, (4, 1)), (6, (2, 2))])
 def test_tiles_are_streamed_if_no_layout_fits(batch, mesh):
     plan = planner(batch=batch, limit=1e6)
-    found = choose_layout(plan, 4, [(96, 128)], plan.best(4))
+    found = chosen_of(plan, 4, plan.best(4))
     assert (found.layout.samples, found.layout.tiles.volume) == mesh
     assert found.layout.stages == 1 and found.memory == 900_000
-    assert choose_layout(planner(batch=1, limit=1e6), 4, [(4, 4)], []) is None
+    # An image as small as the network's stride has one tile, so only stages share it.
+    assert chosen_of(planner(batch=1, limit=1e6), 4, [], [(4, 4)]).layout.stages == 4
+
+
+@pytest.mark.parametrize("limit, stages, balanced", [(2e8, 1, 0), (1e8, 2, 1), (7e7, 4, 1)])
+def test_weights_that_are_too_large_for_a_rank_are_split_into_stages(limit, stages, balanced):
+    """Tiles of 2048x2048 pixels are streamed; weights, gradients and Adam take 126 MB."""
+    config = auto(
+        model=ModelConfig(**UNET | dict(depth=5, num_convs=1, base_channels=34)),
+        train=TrainConfig(accumulate=1, precision="fp32"),
+        mesh=MeshConfig(),
+    )
+    network = as_network(plain_model(config.model))
+    weights = sum(p.numel() for p in network.parameters()) * 16
+    assert 1.2e8 < weights < 1.3e8
+    training = PlannedTraining(config, network, Size("2048x2048"))
+    at = machine(**FREE)
+    plan = Planner(training.work(at), replace(at, base=0.0), limit)
+    found, streamed = choose_layout(training, plan, 4, plan.best(4))
+    assert (found.layout.stages, bool(found.balance)) == (stages, bool(balanced))
+    assert found.memory == int(0.9 * limit) and streamed["seconds"] > 0
 
 
 @pytest.mark.parametrize("grid, norm", [("1x1", "none"), ("2x2", "none"), ("2x2", "instance")])

@@ -14,6 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from torch import nn
+
 from distseg.cli.planned_training import PlannedTraining
 from distseg.cli.streamed_layout import streamed_seconds
 from distseg.comm.launch import raise_jointly
@@ -21,7 +24,8 @@ from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.config.units import duration
-from distseg.models.network import is_flat
+from distseg.models.network import flat_layers, is_flat
+from distseg.planning.balance import fastest_split
 from distseg.planning.cluster import Cluster
 from distseg.planning.cost import modelled
 from distseg.planning.layout_pictures import plot_layouts
@@ -129,10 +133,7 @@ def plan_layouts(
         precision["train.precision"] = work.precision
         training = replace(training, config=training.config.with_values(precision))
     step = simulated(planner, best[0]) if simulate else None
-    chosen = choose_layout(planner, ranks, training.sizes, best)
-    streamed = None
-    if chosen is not None and chosen.memory is not None:
-        streamed = _streamed(training, planner, chosen)
+    chosen, streamed = choose_layout(training, planner, ranks, best)
     if chosen is None or streamed is not None and "refused" in streamed:
         chosen = Choice(best[0].layout, "no layout fits, and this one takes the least memory")
     facts = {
@@ -207,7 +208,7 @@ def with_best_layout(
             if world.rank == 0:
                 planner = Planner(training.work(machine), machine)
                 best = planner.best(world.size, training.sizes)
-                found = choose_layout(planner, world.size, training.sizes, best)
+                found, _ = choose_layout(training, planner, world.size, best)
                 if found is None:
                     raise ValueError(
                         f"mesh.layout is auto, but no layout on {world.size} ranks can cut all "
@@ -254,35 +255,59 @@ class Choice(NamedTuple):
 
 
 def choose_layout(
-    planner: Planner, ranks: int, sizes: Collection[tuple[int, ...]], best: Sequence[Prediction]
-) -> Choice | None:
-    """Return the fastest layout that fits the memory limit and can cut images of all ``sizes``.
+    training: PlannedTraining, planner: Planner, ranks: int, best: Sequence[Prediction]
+) -> tuple[Choice | None, dict | None]:
+    """Return the fastest layout that fits the memory limit and can cut all images of a training.
 
     If no layout fits, tiles are streamed. Then as many sample groups as possible share the images,
-    because they repeat no work; the other ranks split each image. The result is None if no layout
-    that fits can cut all images.
+    because they repeat no work; the other ranks split each image. If the weights are too large for
+    a rank, the layers are split into stages, as few as possible.
 
     Args:
-        planner: the planner.
+        training: the training.
+        planner: the planner of the training.
         ranks: the number of ranks.
-        sizes: the sizes of all images.
         best: the result of :meth:`Planner.best`.
+
+    Returns:
+        The layout, or None if none can cut all images. If tiles are streamed, the prediction for it
+        (``streamed`` of :attr:`PlannedLayouts.facts`), else None. It has the reason if even the
+        streamed tiles do not fit.
     """
     if best and best[0].memory <= planner.limit:
         found = best[0]
         why = f"predicted: {found.seconds:.3g} s a step, {found.memory / 1e9:.3g} GB a rank"
         balance = found.balance if found.layout.stages > 1 else None
-        return Choice(found.layout, why, balance=balance)
-    streamed = [
-        replace(one, schedule="auto")
-        for one in planner.candidates(ranks, sizes)
-        if (one.stages, one.recompute, one.exchange) == (1, "never", "all")
-    ]
-    if not streamed:
-        return None
+        return Choice(found.layout, why, balance=balance), None
+    by_stages: dict[int, list[MeshLayout]] = {}
+    for one in planner.candidates(ranks, training.sizes):
+        if (one.recompute, one.exchange) == ("never", "all"):
+            by_stages.setdefault(one.stages, []).append(replace(one, schedule="auto"))
     memory = int(_STREAMED * planner.limit)
     why = f"no layout without streaming fits {planner.limit / 1e9:.3g} GB a rank"
-    return Choice(max(streamed, key=lambda one: one.samples), why, memory)
+    choices: list[tuple[Choice, dict]] = []
+    for stages in sorted(by_stages):
+        layout = max(by_stages[stages], key=lambda one: (one.samples, one.tiles.volume))
+        # Stages that take equally long may differ much in their weights.
+        balances = [None] if stages == 1 else [None, _even_weights(training.model, stages)]
+        for balance in balances:
+            choice = Choice(layout, why, memory, balance)
+            choices.append((choice, _streamed(training, planner, choice)))
+            if "refused" not in choices[-1][1]:
+                return choices[-1]
+    return choices[0] if choices else (None, None)
+
+
+def _even_weights(model: nn.Module, stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage has if the most weights of a stage are as few as possible.
+
+    Args:
+        model: the plain network.
+        stages: the number of stages.
+    """
+    weights = [sum(p.numel() for p in layer.parameters()) for _, layer in flat_layers(model)]
+    before = np.cumsum([0, *weights]).astype(float)
+    return tuple(fastest_split(before[None, :] - before[:, None], stages))
 
 
 def _say(world, line: str) -> None:

@@ -529,10 +529,7 @@ def _resized(
 
 
 def _fit_to(layer: FitTo, x: Tensor, have: Box, part: LayerView) -> Tensor:
-    if layer.mode == "constant":
-        return padded(*fitted(x, have, part.padded_input), layer.value)
-    x, have = mirrored(x, have, part, layer.mode)
-    return cropped(x, have, part.padded_input)
+    return _padded_map(x, have, part, layer.mode, layer.value)
 
 
 def _vector_at(layer: VectorAt, x: Tensor, have: Box, part: LayerView) -> Tensor:
@@ -594,7 +591,7 @@ def _fill_patterns(layer: Fill, dims: int) -> tuple[AccessPattern, ...]:
 
 
 def _fill(layer: Fill, x: Tensor, have: Box, part: LayerView) -> Tensor:
-    return padded(*fitted(x, have, part.padded_input))
+    return _padded_map(x, have, part)
 
 
 def _pad_patterns(pad: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
@@ -611,10 +608,29 @@ def _pad_patterns(pad: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
 
 def _pad(pad: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     mode = next(mode for kind, mode in _PADS.items() if isinstance(pad, kind))
+    return _padded_map(x, have, part, mode, pad.value if mode == "constant" else 0.0)
+
+
+def _padded_map(
+    x: Tensor, have: Box, part: LayerView, mode: str = "constant", value: float = 0.0
+) -> Tensor:
+    """Return the part of a padded feature map that a tile reads, as a new tensor.
+
+    ``F.pad`` always makes a new tensor, which the next layer may overwrite. So a tile's part is
+    copied even if it has no padding.
+
+    Args:
+        x: the cells of the input inside ``have``, (B, C, *have.size).
+        have: a box of the input's feature map, which contains ``part.input``.
+        part: the boxes that the layer reads and computes.
+        mode, value: the arguments of ``F.pad``.
+    """
     if mode == "constant":
-        return padded(*fitted(x, have, part.padded_input), pad.value)
-    x, have = mirrored(x, have, part, mode)
-    return cropped(x, have, part.padded_input)
+        y = padded(*fitted(x, have, part.padded_input), value)
+    else:
+        mirror, there = mirrored(x, have, part, mode)
+        y = cropped(mirror, there, part.padded_input)
+    return y.clone() if y.untyped_storage()._cdata == x.untyped_storage()._cdata else y
 
 
 # Classes of layers, and a function (layer, dims) that returns the access pattern of each dim.

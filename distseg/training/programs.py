@@ -7,6 +7,7 @@ replaces its layers by distributed ones.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -189,7 +190,15 @@ class StepPrograms:
         config = self.config
         if config.streaming.memory is None:
             return None
-        weights = sum(p.numel() for p in self.model.parameters()) * 4
+        # All ranks take the budget of the rank whose stages have the most weights.
+        layers = [layer for _, layer in flat_layers(self.model)]
+        of_ranks: dict[int, int] = defaultdict(int)
+        for stage, rank in enumerate(self.stages.placement):
+            mine = (
+                layers if self.partition is None else [layers[n] for n in self.stages.ranges[stage]]
+            )
+            of_ranks[rank] += sum(p.numel() for layer in mine for p in layer.parameters())
+        weights = max(of_ranks.values()) * 4
         import_for_backward()
         base = memory_in_use(torch.device("cpu")) if self._base is None else self._base
         base += weights * (2 + state_copies(config.optim))

@@ -109,9 +109,9 @@ def test_padding_that_adds_nothing_to_a_tile_may_be_overwritten(comm, padding):
     """The middle tile gets no padding; PyTorch's pad would be a new tensor all the same."""
     torch.manual_seed(0)
     plain = nn.Sequential(
-        nn.Conv2d(1, 2, 3),
+        nn.Conv2d(1, 2, (1, 3)),
         nn.LeakyReLU(inplace=True),
-        padding(1),
+        padding((1, 1, 0, 0)),
         nn.ReLU(inplace=True),
         nn.Conv2d(2, 3, 1),
     ).double()

@@ -598,3 +598,11 @@ def test_maps_stay_until_all_have_read_them(balance, rank):
         if isinstance(op, Drop):
             dropped.add(op.tensor_id)
     assert dropped == {p for s in found.mine for p in found.sources(s)} - {0}
+
+
+@pytest.mark.parametrize("messages, words", [("transport", "buffered."), ("nccl", "in order.")])
+def test_the_proof_follows_what_carries_halos(messages, words):
+    settings = dict(tiles="1x2", stages=2, exchange_every="1", messages=messages)
+    config = exact_config(num_convs=1, depth=1, **settings)
+    said = PipelineProgram(config, outline_model(config.model), (64, 96)).order_of_messages()
+    assert said.startswith("The messages of all 4 ranks cannot deadlock") and said.endswith(words)

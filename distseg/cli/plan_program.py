@@ -9,6 +9,7 @@ from torch import nn
 
 from distseg.config.settings import Config
 from distseg.models.network import flat_layers
+from distseg.runtime.message_order import HALOS_IN_STREAM, MESSAGES
 from distseg.runtime.operations import text
 from distseg.training.programs import StepPrograms
 from distseg.training.step_messages import prove_order
@@ -51,11 +52,15 @@ class PipelineProgram:
         Raises:
             ValueError: ranks could wait for each other for ever. The message names them.
         """
-        messages = prove_order(StepPrograms(self.config, self.model, self.image))
+        by_nccl = self.config.spatial.messages == "nccl"
+        rules = HALOS_IN_STREAM if by_nccl else MESSAGES
+        messages = prove_order(StepPrograms(self.config, self.model, self.image), rules)
         if len(messages) == 1:
             return ""
-        ranks = f"all {len(messages)} ranks"
-        return f"The messages of {ranks} cannot deadlock, even if no message is buffered."
+        return (
+            f"The messages of all {len(messages)} ranks cannot deadlock, even if no message is "
+            f"buffered{' and NCCL carries halos in order' * by_nccl}."
+        )
 
 
 def _streaming(step: StepPrograms, rank: int) -> tuple[str, str]:

@@ -367,18 +367,22 @@ class Bench:
             }
         )
 
+    def _begun(self, arguments: list[str]) -> subprocess.Popen:
+        """Start Python with these arguments; what it prints is dropped."""
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            env=job_environment(self.options.threads),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
     def _stop_at(self, stop: Stop, arguments: list[str], output: Path) -> int:
         """Send a signal to Python when it is at the place of ``stop``; return its exit code.
 
         Raises:
             RuntimeError: the command ends before.
         """
-        job = subprocess.Popen(
-            [sys.executable, *arguments],
-            env=job_environment(self.options.threads),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        job = self._begun(arguments)
         while job.poll() is None and not stop.reached(output, job.pid):
             time.sleep(0.02)
         with suppress(subprocess.TimeoutExpired):
@@ -396,12 +400,7 @@ class Bench:
         Return False if Python ended by itself.
         """
         before = _times(output)
-        job = subprocess.Popen(
-            [sys.executable, *arguments],
-            env=job_environment(self.options.threads),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        job = self._begun(arguments)
         while job.poll() is None and _times(output) == before:
             time.sleep(0.02)
         try:

@@ -327,7 +327,7 @@ def squares(made, y):
 @pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("pad", [None, 2])
 def test_an_output_without_a_loss_gives_its_weights_no_gradient(comm, pad):
-    """Its weights keep None, as in plain PyTorch, so that weight decay leaves them alone."""
+    """Keep None for its weights, as in plain PyTorch, so that weight decay leaves them alone."""
     module, (x, y) = tasks(), batch()
     ends = module(x)
     F.cross_entropy(ends["classes"], y["classes"].long(), ignore_index=255).backward()

@@ -1,4 +1,4 @@
-"""Which kernels compute a norm: Triton's only where they are asked for and can be imported."""
+"""Choice of the kernels that compute a norm: Triton's only where they are asked for and can be imported."""
 
 import sys
 

@@ -52,7 +52,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(params=["large blocks", "small blocks"])
 def blocks(request, monkeypatch):
-    """With small blocks, a small image takes several rows of blocks, and a program sums several blocks."""
+    """Set the size of blocks; small ones cut a small image into several rows, and a program sums several."""
     small = dict(_BLOCK=32, _LANES=4, _COLUMNS=4, _FEW=8, _PROGRAMS=6)
     for name, value in small.items() if request.param == "small blocks" else ():
         monkeypatch.setattr(triton_norm, name, value)
@@ -293,7 +293,7 @@ def test_equal_sums_in_each_run():
 
 
 class TestPlan:
-    """How an image is cut into blocks, which the interpreter is too slow to show for large ones."""
+    """Cuts of images into blocks, which the interpreter is too slow to show for large ones."""
 
     def plan(self, *size: int, channels: int = 64, last: bool = False, own: Box | None = None):
         image = torch.empty(1, channels, *size, device="meta")
@@ -330,7 +330,7 @@ class TestPlan:
 @pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("norm", ["instance", "batch", "group"])
 def test_a_distributed_step_is_exact(comm, norm, monkeypatch):
-    """As ``DISTSEG_TRITON_NORMS=1`` computes it on GPUs, with halos, against the serial program."""
+    """Compare a step as ``DISTSEG_TRITON_NORMS=1`` computes it on GPUs, with halos, to the serial one."""
     from test_exact import check
 
     monkeypatch.setenv("DISTSEG_TRITON_NORMS", "1")

@@ -254,9 +254,7 @@ class HaloExchange:
         if not common.pixels:
             return y.fill_(self.fill)
         inside = frame.exchanged.intersection(Box.whole(frame.size)).relative_to(frame.exchanged)
-        for dim, (a, b, n) in enumerate(zip(inside.start, inside.stop, frame.exchanged.size)):
-            y.narrow(2 + dim, 0, a).fill_(self.fill)
-            y.narrow(2 + dim, b, n - b).fill_(self.fill)
+        fill_around(y, inside, self.fill)
         y[(..., *common.relative_to(frame.exchanged).slices)] = x[
             (..., *common.relative_to(frame.available).slices)
         ]
@@ -340,6 +338,13 @@ class HaloExchange:
                 part.view(b, *size, c).movedim(-1, 1) if self.last else part.view(strip.shape),
             )
             offset += count
+
+
+def fill_around(y: Tensor, inside: Box, value: float) -> None:
+    """Set the cells of a tensor (B, C, *size) outside of a box to a value."""
+    for dim, (a, b, n) in enumerate(zip(inside.start, inside.stop, y.shape[2:]), start=2):
+        y.narrow(dim, 0, a).fill_(value)
+        y.narrow(dim, b, n - b).fill_(value)
 
 
 def _empty(like: Tensor, size: Sequence[int]) -> Tensor:

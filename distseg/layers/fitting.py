@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distseg.comm.halo import fill_around
 from distseg.comm.memory_format import channels_last, lies_last
 from distseg.models.layers import is_vector
 from distseg.tiling.layout import LayerView
@@ -35,7 +36,7 @@ def cropped_input(x: Tensor, have: Box, wanted: Box) -> Tensor:
     """
     if have == wanted or is_vector(x, have.size):
         return x
-    return _part(x, wanted.relative_to(have).slices, own=False)
+    return _part(x, wanted.relative_to(have), own=False)
 
 
 def fitted(
@@ -107,7 +108,7 @@ def taken_from(y: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
     """
     if tuple(y.shape[2:]) == tuple(size):
         return y
-    return y[(..., *_slices(start, size))]
+    return y[(..., *_box(start, size).slices)]
 
 
 def taken_from_result(y: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
@@ -122,22 +123,22 @@ def taken_from_result(y: Tensor, start: Sequence[int], size: Sequence[int]) -> T
     """
     if tuple(y.shape[2:]) == tuple(size):
         return y
-    return _part(y, _slices(start, size), own=True)
+    return _part(y, _box(start, size), own=True)
 
 
-def _slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(start, size))
+def _box(start: Sequence[int], size: Sequence[int]) -> Box:
+    return Box(tuple(start), tuple(a + n for a, n in zip(start, size)))
 
 
-def _part(x: Tensor, slices: tuple[slice, ...], own: bool) -> Tensor:
-    """Return the part of ``x`` (B, C, ...) in the slices of its spatial dims (see :class:`_Part`).
+def _part(x: Tensor, box: Box, own: bool) -> Tensor:
+    """Return the part of ``x`` (B, C, ...) in a box of its spatial dims (see :class:`_Part`).
 
     Args:
         own: True if the part is to be a tensor of its own, which may be modified in place.
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Part.apply(x, slices, own)
-    return x[(..., *slices)]
+        return _Part.apply(x, box, own)
+    return x[(..., *box.slices)]
 
 
 class _Part(torch.autograd.Function):
@@ -149,17 +150,15 @@ class _Part(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, slices: tuple[slice, ...], own: bool):
-        ctx.shape, ctx.slices, ctx.last = x.shape, slices, lies_last(x)
-        part = x[(..., *slices)]
+    def forward(ctx, x: Tensor, box: Box, own: bool):
+        ctx.shape, ctx.box, ctx.last = x.shape, box, lies_last(x)
+        part = x[(..., *box.slices)]
         return part.data if own else part
 
     @staticmethod
     def backward(ctx, g: Tensor):
         form = channels_last(len(ctx.shape)) if ctx.last else torch.contiguous_format
         dx = torch.empty(ctx.shape, dtype=g.dtype, device=g.device, memory_format=form)
-        for dim, (n, cells) in enumerate(zip(ctx.shape[2:], ctx.slices), start=2):
-            dx.narrow(dim, 0, cells.start).zero_()
-            dx.narrow(dim, cells.stop, n - cells.stop).zero_()
-        dx[(..., *ctx.slices)] = g
+        fill_around(dx, ctx.box, 0.0)
+        dx[(..., *ctx.box.slices)] = g
         return dx, None, None

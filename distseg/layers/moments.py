@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distseg.comm.memory_format import channels_last
+from distseg.comm.memory_format import channels_last, dense
 from distseg.comm.staging import upload
 from distseg.layers.kernels import norm as compiled
 from distseg.layers.kernels.choice import triton_kernels
@@ -121,14 +121,7 @@ def of_channels(x: Tensor) -> Moments:
     parts = []
     for chunk in x.split(_rows_of_chunk(x), 2):
         # The kernel is fast only on dense memory. The copy of a chunk stays in the cache.
-        if not (
-            chunk.is_contiguous() or chunk.is_contiguous(memory_format=channels_last(chunk.dim()))
-        ):
-            chunk = chunk.contiguous(
-                memory_format=channels_last(chunk.dim())
-                if x.stride(1) == 1
-                else torch.contiguous_format
-            )
+        chunk = dense(chunk)
         pivot = None
         if x.dtype == torch.float32 and not chunk.is_contiguous():
             # In channels_last the kernel adds pixel after pixel in float32. A large mean would cost

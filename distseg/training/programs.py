@@ -7,8 +7,7 @@ replaces its layers by distributed ones.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -185,20 +184,27 @@ class StepPrograms:
         images = tuple(range(config.data.images))
         return [TilePlacement(self.image, own, window, images, ()) for own, window in owned]
 
+    def layers_of(self, rank: int) -> Collection[int]:
+        """Return the numbers of the layers that a rank of a pipeline has.
+
+        They are all layers if the model is not cut, and none if it is not captured as layer calls.
+        """
+        if self.partition is not None:
+            return self.partition.layers_of(rank)
+        return range(len(flat_layers(self.model)) if self.flat else 0)
+
+    def _weights_of(self, rank: int) -> int:
+        """Return the number of weights of a rank's layers; shared weights count once."""
+        layers, mine = flat_layers(self.model), self.layers_of(rank)
+        return sum(p.numel() for p in {p for n in mine for p in layers[n][1].parameters()})
+
     @cached_property
     def _budget(self) -> float | None:
         config = self.config
         if config.streaming.memory is None:
             return None
         # All ranks take the budget of the rank whose stages have the most weights.
-        layers = [layer for _, layer in flat_layers(self.model)]
-        of_ranks: dict[int, int] = defaultdict(int)
-        for stage, rank in enumerate(self.stages.placement):
-            mine = (
-                layers if self.partition is None else [layers[n] for n in self.stages.ranges[stage]]
-            )
-            of_ranks[rank] += sum(p.numel() for layer in mine for p in layer.parameters())
-        weights = max(of_ranks.values()) * 4
+        weights = max(map(self._weights_of, set(self.stages.placement))) * 4
         import_for_backward()
         base = memory_in_use(torch.device("cpu")) if self._base is None else self._base
         base += weights * (2 + state_copies(config.optim))

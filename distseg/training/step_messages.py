@@ -131,8 +131,7 @@ class _RankMessages:
 
     def _running_statistics(self, prefix: str) -> Iterator[Step]:
         """Yield the allreduce that merges running statistics of several ranks, if one is needed."""
-        config, stages = self.programs.config, self.programs.stages
-        mine = range(len(self._layers)) if len(stages.ranges) == 1 else stages.layers_of(self.stage)
+        config, mine = self.programs.config, self.programs.layers_of(self.stage)
         tracked = any(
             n in mine and kind_of(self._layers[n][1]) == "batch" and tracks(self._layers[n][1])
             for n in self.programs.active

@@ -121,7 +121,7 @@ class Nccl:
 
 
 def group_of(ranks: Ranks, gpus, device: str) -> Nccl:
-    """As :func:`distseg.comm.nccl.group_of`."""
+    """Return a group in place of that of :func:`distseg.comm.nccl.group_of`."""
     return Nccl(ranks.size, ranks.comm.order)
 
 
